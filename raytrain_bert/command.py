@@ -1,0 +1,122 @@
+"""What the entries share: flags to a configuration, errors to exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from raytrain_bert.config.errors import ConfigError, UserError
+from raytrain_bert.config.load import add_flags, load_config
+from raytrain_bert.config.schema import Config
+
+DONE, FAULT, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
+RESUMABLE_SECTIONS = ("scaling", "checkpoint")
+
+
+@dataclass(frozen=True)
+class Command:
+    """One call of an entry: its configuration and how it is run."""
+
+    config: Config
+    resume: str | None
+    overwrite: bool
+    quiet: bool
+    verbose: bool
+    print_config: bool
+
+
+def parse_command(verb: str, description: str, argv: Sequence[str]) -> Command:
+    """Read the command line of an entry; `--help` exits here.
+
+    Raises:
+        ConfigError: with every problem of flags and file.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"raytrain-bert {verb}",
+        usage=f"raytrain-bert {verb} [--config FILE] [--SECTION.SETTING VALUE ...]",
+        description=description,
+        epilog="Precedence: defaults < --config < flags. A value of none unsets a setting.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE", help="Experiment file (YAML) with the settings below.")
+    parser.add_argument("--resume", metavar="RUN", help="Go on with the interrupted run in this run folder.")
+    parser.add_argument("--overwrite", action="store_true", help="Empty a used run folder first.")
+    parser.add_argument("--print-config", action="store_true", help="Print the resolved configuration and exit.")
+    parser.add_argument("--quiet", action="store_true", help="Print only the closing table and errors.")
+    parser.add_argument("--verbose", action="store_true", help="Print Ray's messages too.")
+    add_flags(parser)
+    known, unknown = parser.parse_known_args([_with_dashes(word) for word in argv])
+    flags = {key: value for key, value in vars(known).items() if "." in key}
+    if known.resume is not None:
+        config = _resumed_config(known, flags, unknown)
+    else:
+        config = load_config(flags, known.config, unknown)
+    if known.quiet and known.verbose:
+        raise ConfigError("--quiet and --verbose exclude each other.")
+    return Command(config, known.resume, known.overwrite, known.quiet, known.verbose, known.print_config)
+
+
+def guard(
+    body: Callable[[], int], show_error: Callable[[str, str], None], error_path: Callable[[], Path | None]
+) -> int:
+    """Run an entry's body and turn what it raises into a message and an exit code.
+
+    Args:
+        body: gives the exit code when all goes well.
+        show_error: told (title, message).
+        error_path: where the traceback of a fault is kept, asked for when one happens; None prints it.
+    """
+    try:
+        return body()
+    except UserError as error:
+        show_error(error.title, str(error))
+        return USER_ERROR
+    except KeyboardInterrupt:
+        show_error("interrupted", "Stopped at once; what was saved before is kept.")
+        return INTERRUPTED
+    except Exception as error:
+        path = error_path()
+        if path is None:
+            traceback.print_exc()
+            kept = ""
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+            kept = f"\nThe traceback is in {path}."
+        show_error("fault", f"{type(error).__name__}: {_first_lines(str(error))}{kept}")
+        return FAULT
+
+
+def print_error(title: str, message: str) -> None:
+    """Show an error before there is a screen."""
+    print(f"{title}: {message}", file=sys.stderr)
+
+
+def _with_dashes(word: str) -> str:
+    """Let a flag be written as in YAML: --optim.learning_rate is --optim.learning-rate."""
+    flag, equals, value = word.partition("=")
+    return flag.replace("_", "-") + equals + value if flag.startswith("--") else word
+
+
+def _resumed_config(known: argparse.Namespace, flags: dict[str, object], unknown: list[str]) -> Config:
+    """The interrupted run's own configuration; only what does not change its result may be set anew."""
+    if known.config is not None or known.overwrite:
+        raise ConfigError("--resume takes the run's own configuration; leave out --config and --overwrite.")
+    fixed = [key for key in flags if key.partition(".")[0] not in RESUMABLE_SECTIONS]
+    if fixed:
+        raise ConfigError(
+            f"{', '.join(fixed)}: a resumed run keeps its settings; only {' and '.join(RESUMABLE_SECTIONS)} may change."
+        )
+    path = Path(known.resume).expanduser() / "config.yaml"
+    if not path.is_file():
+        raise ConfigError(f"{known.resume} is no run folder: it has no config.yaml.")
+    return load_config(flags, path, unknown)
+
+
+def _first_lines(text: str, count: int = 12) -> str:
+    lines = text.strip().splitlines()
+    return "\n".join(lines[-count:] if len(lines) > count else lines)

@@ -1,0 +1,207 @@
+"""From files and flags to one validated Config: defaults < experiment YAML < dotted flags.
+
+The flags are made from the schema with argparse and stay strings until pydantic sees them together with the
+YAML, so that every problem is told at once (argparse alone stops at the first).
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from .errors import ConfigError
+from .schema import Config
+
+DEFAULT_EXPERIMENT = "bbc_news.yaml"
+
+
+def settings_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every setting under a schema as (dotted key, field)."""
+    for name, field in model.model_fields.items():
+        key = f"{prefix}{name}"
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from settings_of(field.annotation, f"{key}.")
+        else:
+            yield key, field
+
+
+def flag_of(key: str) -> str:
+    """The command line's spelling: optim.learning_rate -> --optim.learning-rate."""
+    return "--" + key.replace("_", "-")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add one dotted flag per setting; values stay strings, a flag that is not given leaves no trace."""
+    groups: dict[str, Any] = {}
+    for key, field in settings_of(Config):
+        section = key.partition(".")[0]
+        if section not in groups:
+            groups[section] = parser.add_argument_group(section, Config.model_fields[section].description)
+        kinds = _plain_types(field.annotation)
+        options: dict[str, Any] = {
+            "dest": key,
+            "default": argparse.SUPPRESS,
+            "metavar": _metavar(kinds),
+            "help": _help(field),
+        }
+        if list in kinds:
+            options["action"] = "append"
+        if bool in kinds:
+            options |= {"nargs": "?", "const": "true"}
+            groups[section].add_argument(
+                "--no-" + key.replace("_", "-"),
+                dest=key,
+                action="store_const",
+                const="false",
+                default=argparse.SUPPRESS,
+                help=argparse.SUPPRESS,
+            )
+        groups[section].add_argument(flag_of(key), **options)
+
+
+def load_config(
+    flags: Mapping[str, Any], config_path: str | Path | None = None, unknown_flags: Sequence[str] = ()
+) -> Config:
+    """Merge defaults, one YAML file and dotted flags into a Config.
+
+    Args:
+        flags: dotted key -> string, or list of strings.
+        config_path: experiment YAML; without one, and without training data in the flags, the bundled
+            experiment is the base.
+        unknown_flags: words of the command line that no flag took; they are reported with the rest.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    if config_path is None and "data.train" not in flags:
+        config_path = default_experiment()
+    # The stray words behind an unknown flag are its values, and no problem of their own.
+    strays = [word for word in unknown_flags if word.startswith("-")] or list(unknown_flags)
+    problems = [_unknown_flag(word) for word in strays]
+    tree = read_yaml(Path(config_path)) if config_path is not None else {}
+    tree = _known_sections(tree, problems, str(config_path))
+    for key, value in flags.items():
+        section, _, name = key.partition(".")
+        tree.setdefault(section, {})[name] = None if value == "none" else value
+    try:
+        config = Config.model_validate(tree)
+    except ValidationError as error:
+        problems += [_readable(detail) for detail in error.errors()]
+        raise ConfigError.from_problems(problems) from None
+    if problems:
+        raise ConfigError.from_problems(problems)
+    return config
+
+
+def default_experiment() -> Path:
+    """The experiment of a run without any flag: BBC News with MiniLM."""
+    package = Path(__file__).resolve().parent.parent
+    for folder in (package / "experiments", package.parent / "experiments"):
+        if (folder / DEFAULT_EXPERIMENT).is_file():
+            return folder / DEFAULT_EXPERIMENT
+    raise ConfigError("The bundled experiment is not installed. Name your data with --data.train.")
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read an experiment file; keys may be written with - or _."""
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        nearby = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=3, cutoff=0.5)
+        hint = f" Did you mean {' or '.join(str(path.parent / name) for name in nearby)}?" if nearby else ""
+        raise ConfigError(f"{path}: no such configuration file.{hint}") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: cannot be read as YAML: {error}") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: expected sections ({', '.join(Config.model_fields)}), found {type(tree).__name__}.")
+    return {str(key).replace("-", "_"): _underscored(value) for key, value in tree.items()}
+
+
+def dump_yaml(config: Config) -> str:
+    """The resolved configuration as YAML that load_config takes."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _underscored(value: Any) -> Any:
+    return {str(k).replace("-", "_"): v for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def _known_sections(tree: dict[str, Any], problems: list[str], source: str) -> dict[str, dict[str, Any]]:
+    """Drop what is no section, and say so."""
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in tree.items():
+        if name not in Config.model_fields:
+            problems.append(f"{source}: {_unknown(name, list(Config.model_fields), 'section')}")
+        elif value is not None and not isinstance(value, dict):
+            problems.append(f"{source}: {name} must hold settings, not {value!r}")
+        else:
+            sections[name] = dict(value or {})
+    return sections
+
+
+def _plain_types(annotation: Any) -> set[Any]:
+    """The types an annotation allows, None and wrappers taken off."""
+    origin = typing.get_origin(annotation)
+    if origin is typing.Annotated:
+        return _plain_types(typing.get_args(annotation)[0])
+    if origin in (typing.Union, types.UnionType):
+        return {kind for part in typing.get_args(annotation) for kind in _plain_types(part)} - {type(None)}
+    if origin is typing.Literal:
+        return set(typing.get_args(annotation))
+    return {origin or annotation}
+
+
+def _metavar(kinds: set[Any]) -> str:
+    names = {str: "TEXT", int: "N", float: "X", bool: "true|false", list: "TEXT"}
+    literals = [kind for kind in kinds if isinstance(kind, str)]
+    return "|".join(sorted(literals)) if literals else names[next(iter(kinds))]
+
+
+def _help(field: FieldInfo) -> str:
+    default = field.default
+    shown = f" (default: {', '.join(map(str, default)) if isinstance(default, list) else default})"
+    return ((field.description or "") + ("" if default is None else shown)).replace("%", "%%")
+
+
+def _readable(detail: Any) -> str:
+    """One pydantic problem as one sentence."""
+    location = [str(part) for part in detail["loc"]]
+    key = ".".join(part for part in location if not part.isdigit())
+    if detail["type"] == "extra_forbidden":
+        return _unknown(key, [name for name, _ in settings_of(Config)], "setting")
+    message = detail["msg"].removeprefix("Value error, ")
+    if detail["type"] == "value_error":
+        return f"{key}: {message}"
+    return f"{key}: {message[0].lower()}{message[1:]}, not {detail['input']!r}"
+
+
+def _unknown(name: str, known: Sequence[str], noun: str) -> str:
+    """Name what is unknown and the nearest thing that is known."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    if not near:  # the right name in the wrong section, or no section at all
+        near = [key for key in known if key.rpartition(".")[2] == name.rpartition(".")[2]][:1]
+    hint = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}" if noun == "section" else ""
+    return f"{name}: unknown {noun}{hint}"
+
+
+def _unknown_flag(word: str) -> str:
+    if not word.startswith("-"):
+        return f"{word!r}: not understood; settings are given as --section.key value"
+    flag = word.partition("=")[0]
+    known = [flag_of(key) for key, _ in settings_of(Config)]
+    bare = {known_flag.rpartition(".")[2]: known_flag for known_flag in known}
+    near = difflib.get_close_matches(flag, known, n=1, cutoff=0.6) or [
+        bare[name] for name in difflib.get_close_matches(flag.lstrip("-"), list(bare), n=1, cutoff=0.6)
+    ]
+    return f"{flag}: unknown flag" + (f"; did you mean {near[0]}?" if near else "; see --help")

@@ -1,0 +1,213 @@
+"""Every setting of a run: a frozen tree; each field says what it means, with its unit."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+BUNDLED_DATA = "bundled:bbc_news"
+BUNDLED_MODEL = "bundled:all-minilm-l6-v2"
+
+
+def _as_list(value: Any) -> Any:
+    """Let one path stand for a list of one."""
+    return [value] if isinstance(value, str) else value
+
+
+Paths = Annotated[list[str], BeforeValidator(_as_list), Field(min_length=1)]
+
+
+class Settings(BaseModel):
+    """Base of all settings: frozen, and unknown keys are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class DataConfig(Settings):
+    """Where the labelled text is and how it is read."""
+
+    train: Paths = Field(
+        [BUNDLED_DATA],
+        description="Training data: a file, a folder, a folder per class, a glob, a URI, a saved Hugging Face "
+        "dataset, hf:HUB_NAME, or bundled:bbc_news. Give it more than once for many.",
+    )
+    validation: Paths | None = Field(
+        None, description="Validation data; None takes validation_fraction of the training data."
+    )
+    test: Paths | None = Field(None, description="Test data; None takes test_fraction of the training data.")
+    format: Literal["auto", "csv", "tsv", "jsonl", "json", "parquet", "folder", "hf"] = Field(
+        "auto", description="Format of the files; auto goes by name and content."
+    )
+    text_column: str | None = Field(None, description="Column with the text; a number counts from 0. None: found out.")
+    text_pair_column: str | None = Field(None, description="Column with the second text of a pair. None: found out.")
+    label_column: str | None = Field(
+        None, description="Column with the label; a number counts from 0. None: found out."
+    )
+    delimiter: str | None = Field(
+        None, description="Character between columns of a text table (\\t for a tabulator). None: found out."
+    )
+    encoding: str | None = Field(None, description="Encoding of text files, for example utf-8. None: found out.")
+    header: bool | None = Field(
+        None, description="Whether the first line of a text table names the columns. None: found out."
+    )
+    quoting: bool | None = Field(
+        None, description='Whether " quotes a field (false: an ordinary character). None: found out.'
+    )
+    subset: str | None = Field(None, description="Configuration name of a Hugging Face hub dataset.")
+    labels: list[str] | None = Field(
+        None,
+        description="Label names in the order of their ids. None: all labels of the training data, sorted.",
+    )
+    validation_fraction: float = Field(
+        0.1, gt=0, lt=1, description="Share of the training rows held out for validation."
+    )
+    test_fraction: float = Field(
+        0.1, ge=0, lt=1, description="Share of the training rows held out for the test; 0 for none."
+    )
+    split_seed: int = Field(0, ge=0, description="Seed of the stratified split.")
+    max_length: int | None = Field(
+        None,
+        ge=8,
+        description="Longest input in tokens, longer ones are cut. None: the model's limit, at most 512.",
+    )
+    bad_rows: Literal["error", "skip"] = Field(
+        "error", description="What to do with rows that have no text, no label or an unknown label."
+    )
+    cache: bool = Field(True, description="Keep the tokenised text for the next run.")
+    cache_dir: str | None = Field(None, description="Folder of the token cache. None: ~/.cache/raytrain_bert.")
+
+    @model_validator(mode="after")
+    def _fractions_leave_training_rows(self) -> DataConfig:
+        taken = (0 if self.validation else self.validation_fraction) + (0 if self.test else self.test_fraction)
+        if taken >= 1:
+            raise ValueError("validation_fraction and test_fraction together leave no training rows")
+        return self
+
+
+class ModelConfig(Settings):
+    """Which pretrained encoder, and the head on top of it."""
+
+    name: str = Field(BUNDLED_MODEL, description="Hugging Face hub name, model folder, or bundled:all-minilm-l6-v2.")
+    revision: str | None = Field(None, description="Branch, tag or commit of a hub model.")
+    pooling: Literal["native", "cls", "mean", "last", "max"] = Field(
+        "native",
+        description="native: the model's own classification head; others: pool the encoder's output (first token, "
+        "mean, last real token, maximum over real tokens), then one linear layer.",
+    )
+    dropout: float | None = Field(None, ge=0, lt=1, description="Dropout of encoder and head. None: the model's own.")
+    freeze_encoder: bool = Field(False, description="Train only the head.")
+    freeze_layers: int = Field(0, ge=0, description="Freeze the embeddings and the first k encoder layers; 0 for none.")
+    gradient_checkpointing: bool = Field(False, description="Trade compute for memory: recompute activations.")
+    compile: bool = Field(False, description="Compile the model with torch.compile.")
+    trust_remote_code: bool = Field(
+        False, description="Run Python code that comes with the model. Only for models you trust."
+    )
+
+
+class OptimConfig(Settings):
+    """AdamW and its schedule."""
+
+    learning_rate: float = Field(5e-5, ge=0, description="Peak learning rate, reached after warmup.")
+    head_learning_rate: float | None = Field(
+        None, ge=0, description="Peak learning rate of the classification head. None: the same."
+    )
+    layer_decay: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Learning rate of each layer relative to the one above it; 1 for the same everywhere.",
+    )
+    weight_decay: float = Field(0.01, ge=0, description="Decoupled weight decay; never on biases and norms.")
+    beta1: float = Field(0.9, ge=0, lt=1, description="Decay rate of AdamW's first moment.")
+    beta2: float = Field(0.999, ge=0, lt=1, description="Decay rate of AdamW's second moment.")
+    epsilon: float = Field(1e-8, gt=0, description="Added to AdamW's denominator.")
+    schedule: Literal["linear", "cosine", "constant"] = Field("linear", description="Learning rate after warmup.")
+    warmup_fraction: float = Field(0.1, ge=0, le=1, description="Share of all optimizer steps spent warming up.")
+    max_grad_norm: float | None = Field(1.0, gt=0, description="Clip the gradient to this L2 norm. None: no clipping.")
+
+
+class TrainConfig(Settings):
+    """The loop."""
+
+    num_epochs: int = Field(3, ge=1, description="Passes over the training rows.")
+    global_batch_size: int = Field(
+        32, ge=1, description="Rows per optimizer step over all workers, whatever their number."
+    )
+    tokens_per_micro_batch: int | None = Field(
+        None,
+        ge=8,
+        description="Most tokens, padding included, in one forward pass of one worker. None: 4096 on CPU, 16384 on GPU.",
+    )
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        "auto", description="Autocast type; auto is bf16 where the hardware has it, else fp32."
+    )
+    seed: int = Field(0, ge=0, description="Seed of head, order of rows and dropout.")
+    best_metric: Literal["accuracy", "macro_f1", "weighted_f1", "mcc", "loss"] = Field(
+        "accuracy", description="Validation metric that chooses the best checkpoint."
+    )
+    early_stopping_patience: int | None = Field(
+        None, ge=1, description="Stop after this many validations without a better best_metric. None: never."
+    )
+    early_stopping_min_delta: float = Field(
+        0.0, ge=0, description="Smallest change of best_metric that counts as better."
+    )
+    validate_every_steps: int | None = Field(
+        None, ge=1, description="Validate every so many optimizer steps as well as after each epoch."
+    )
+    log_every_steps: int | None = Field(
+        None,
+        ge=1,
+        description="Optimizer steps between two exchanges of loss between workers. None: 1 on CPU, 10 on GPU.",
+    )
+
+
+class ScalingSettings(Settings):
+    """How many workers, and what each one gets."""
+
+    num_workers: int | None = Field(
+        None,
+        ge=0,
+        description="Training processes. None: one per GPU of the cluster, without GPUs two on CPU. 0: train in this process.",
+    )
+    use_gpu: bool | None = Field(None, description="One GPU for each worker. None: if the cluster has GPUs.")
+    cpus_per_worker: int | None = Field(
+        None,
+        ge=1,
+        description="CPUs, and so threads, for each worker. None: an equal share on CPU, up to 4 with GPUs.",
+    )
+    address: str | None = Field(
+        None, description="Ray cluster to join, for example auto. None: RAY_ADDRESS if set, else a local Ray."
+    )
+    dashboard: bool = Field(False, description="Start Ray's dashboard with a local Ray, on loopback.")
+    timeout_minutes: float = Field(
+        10.0, gt=0, description="Longest wait of one worker for another before the run fails."
+    )
+
+
+class CheckpointConfig(Settings):
+    """Resumable checkpoints."""
+
+    every_steps: int | None = Field(
+        None, ge=1, description="Save every so many optimizer steps as well as after each validation."
+    )
+    num_to_keep: int = Field(0, ge=0, description="Checkpoints kept besides the best and the last.")
+
+
+class OutputConfig(Settings):
+    """Where the run goes."""
+
+    storage_path: str = Field("runs", description="Folder that holds the run folders.")
+    name: str | None = Field(None, description="Name of the run folder. None: data set and time.")
+
+
+class Config(Settings):
+    """The whole configuration of a training run."""
+
+    data: DataConfig = Field(DataConfig(), description="Where the labelled text is and how it is read.")
+    model: ModelConfig = Field(ModelConfig(), description="Pretrained encoder and head.")
+    optim: OptimConfig = Field(OptimConfig(), description="AdamW and its schedule.")
+    train: TrainConfig = Field(TrainConfig(), description="The loop.")
+    scaling: ScalingSettings = Field(ScalingSettings(), description="Workers and devices.")
+    checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="Resumable checkpoints.")
+    output: OutputConfig = Field(OutputConfig(), description="The run folder.")

@@ -1,0 +1,1 @@
+"""From files to labelled rows: read, audit, label space, split, tokenise."""

@@ -1,0 +1,1 @@
+"""The model: any encoder with its own head or a pooled one, as plain modules."""

@@ -1,0 +1,170 @@
+"""The run folder: configuration, state, metrics and logs of one run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from raytrain_bert.config.errors import ConfigError, RunFolderError
+
+PACKAGES = ("raytrain-bert", "torch", "ray", "transformers", "tokenizers", "datasets", "pyarrow")
+
+
+class RunFolder:
+    """Paths and files of RUN; the driver alone writes run.json and metrics.jsonl."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config_path = path / "config.yaml"
+        self.state_path = path / "run.json"
+        self.metrics_path = path / "metrics.jsonl"
+        self.log_path = path / "logs" / "ray.log"
+        self.error_path = path / "logs" / "error.txt"
+        self.model_path = path / "model"
+        self.checkpoints_path = path / "checkpoints"
+
+    @classmethod
+    def for_new_run(cls, storage_path: str, name: str, *, overwrite: bool) -> RunFolder:
+        """The folder of a new run, not made yet; a used one is refused unless `overwrite`, which empties it.
+
+        Raises:
+            RunFolderError: the folder is used.
+        """
+        if "://" in storage_path:
+            raise ConfigError(f"output.storage_path {storage_path}: give a local or shared folder, not a URI.")
+        if Path(name).name != name:
+            raise ConfigError(f"output.name {name!r}: a plain name is needed; the folder goes to output.storage_path.")
+        folder = cls(Path(storage_path).expanduser().resolve() / name)
+        if folder.path.exists() and (not folder.path.is_dir() or any(folder.path.iterdir())):
+            ours = folder.config_path.is_file() and folder.state_path.is_file()
+            if not (overwrite and ours):
+                raise RunFolderError(
+                    f"{folder.path} is used. Go on with --resume {folder.path}, start anew with --overwrite, or choose "
+                    "another --output.name."
+                    if ours
+                    else f"{folder.path} holds something that is no run of ours. Choose another --output.name."
+                )
+            folder.refuse_running()
+            shutil.rmtree(folder.path)
+        return folder
+
+    @classmethod
+    def to_resume(cls, path: str) -> RunFolder:
+        """The folder of a run that is to go on.
+
+        Raises:
+            RunFolderError: it is no run folder, or its run has finished or is still running.
+        """
+        folder = cls(Path(path).expanduser().resolve())
+        if not folder.config_path.is_file() or not folder.state_path.is_file():
+            raise RunFolderError(f"{folder.path} is no run folder (config.yaml and run.json are not there).")
+        if folder.state().get("status") == "finished":
+            raise RunFolderError(f"The run in {folder.path} has finished; its model is in {folder.model_path}.")
+        folder.refuse_running()
+        return folder
+
+    def create(self, config_yaml: str) -> None:
+        """Make the folder of a new run."""
+        self.log_path.parent.mkdir(parents=True)
+        self.config_path.write_text(config_yaml, encoding="utf-8")
+
+    def remove(self) -> None:
+        """Take away the folder of a run that never began to train."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def state(self) -> dict[str, Any]:
+        """What run.json holds."""
+        try:
+            content: dict[str, Any] = json.loads(self.state_path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        except ValueError as error:
+            raise RunFolderError(f"{self.state_path}: not readable ({error}).") from None
+        return content
+
+    def update(self, **fields: Any) -> None:
+        """Set fields of run.json; the file is whole at any moment."""
+        temporary = self.state_path.with_suffix(".tmp")
+        text = json.dumps(self.state() | fields, indent=1, allow_nan=False, ensure_ascii=False)
+        temporary.write_text(text + "\n", encoding="utf-8")
+        os.replace(temporary, self.state_path)
+
+    def append_metrics(self, lines: Iterable[str]) -> None:
+        """Add lines to metrics.jsonl."""
+        with self.metrics_path.open("a", encoding="utf-8") as file:
+            file.writelines(line + "\n" for line in lines)
+
+    def cut_metrics(self, step: int) -> None:
+        """Drop the lines after `step`: a resumed run writes them again."""
+        if not self.metrics_path.is_file():
+            return
+        kept = []
+        for line in self.metrics_path.read_text(encoding="utf-8").splitlines():
+            try:
+                if json.loads(line)["step"] <= step:
+                    kept.append(line)
+            except (ValueError, KeyError):  # the last line of a killed run may be half written
+                continue
+        temporary = self.metrics_path.with_suffix(".tmp")
+        temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        os.replace(temporary, self.metrics_path)
+
+    def refuse_running(self) -> None:
+        """Refuse a folder whose run is alive on this machine."""
+        state = self.state()
+        pid = state.get("pid")
+        if state.get("status") != "running" or state.get("host") != socket.gethostname() or not pid:
+            return
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        except PermissionError:
+            pass
+        if pid != os.getpid():
+            raise RunFolderError(f"The run in {self.path} is still going on (process {pid}).")
+
+
+def provenance(command: list[str]) -> dict[str, Any]:
+    """Where a run comes from: command, versions, git commit, machine, time."""
+    return {
+        "command": command,
+        "versions": {"python": sys.version.split()[0]} | {name: _version(name) for name in PACKAGES},
+        "git_commit": _git_commit(),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "started": now(),
+    }
+
+
+def now() -> str:
+    """The time, as ISO 8601 in UTC."""
+    return datetime.fromtimestamp(time.time(), timezone.utc).isoformat(timespec="seconds")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _git_commit() -> str | None:
+    """Commit of the working directory's repository, with + where it has changes."""
+    try:
+        options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 10, "check": True}
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], **options).stdout.strip()
+        changed = subprocess.run(["git", "status", "--porcelain", "--untracked-files=no"], **options).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit + ("+" if changed else "")

@@ -1,0 +1,192 @@
+"""Ray, the machine and its devices: what there is, what a run asks for, and whether the two fit."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from raytrain_bert.config.errors import ConfigError, ResourceError
+from raytrain_bert.config.schema import ScalingSettings
+
+CPUS_PER_GPU_WORKER = 4
+
+
+@dataclass(frozen=True)
+class Node:
+    """CPUs and GPUs of one machine."""
+
+    cpus: float
+    gpus: float
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """Workers of a run and what each one gets."""
+
+    num_workers: int
+    """0: the loop runs in the calling process."""
+    use_gpu: bool
+    cpus_per_worker: int
+
+    @property
+    def backend(self) -> str:
+        """torch.distributed backend."""
+        return "nccl" if self.use_gpu else "gloo"
+
+
+def cluster_address(settings: ScalingSettings) -> str | None:
+    """Address of the cluster to join, None for a local Ray."""
+    address = settings.address or os.environ.get("RAY_ADDRESS")
+    return None if address in (None, "", "local") else address
+
+
+def local_node() -> Node:
+    """This machine, without starting anything: CPUs that this process may use, visible GPUs."""
+    import torch
+
+    return Node(cpus=usable_cpus(), gpus=torch.cuda.device_count())
+
+
+def usable_cpus() -> int:
+    """CPUs this process may use: affinity and the container's quota."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        if quota != "max":
+            cpus = min(cpus, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):
+        pass
+    return cpus
+
+
+def cluster_nodes() -> list[Node]:
+    """Machines of the Ray cluster that this process is connected to."""
+    import ray
+
+    return [
+        Node(cpus=node["Resources"].get("CPU", 0), gpus=node["Resources"].get("GPU", 0))
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def plan_workers(settings: ScalingSettings, nodes: Sequence[Node]) -> WorkerPlan:
+    """Fill in what the settings leave open, and refuse what these nodes can never give.
+
+    Raises:
+        ResourceError: says what was asked for, what is there and what to change.
+    """
+    cpus, gpus = int(sum(node.cpus for node in nodes)), int(sum(node.gpus for node in nodes))
+    use_gpu = gpus > 0 if settings.use_gpu is None else settings.use_gpu
+    num_workers = settings.num_workers
+    if num_workers is None:
+        num_workers = max(1, gpus if use_gpu else min(2, cpus))
+    wanted = max(num_workers, 1)
+    there = _what_is_there(nodes)
+    if use_gpu and gpus < wanted:
+        fewer = f"Use --scaling.num-workers {gpus}, or train" if gpus else "Train"
+        raise ResourceError(
+            f"{_asked_for(wanted, ' with a GPU each')}; {there}. "
+            f"{fewer} on CPU with --no-scaling.use-gpu --scaling.num-workers {max(1, min(2, cpus))}."
+        )
+    gpus_each = 1 if use_gpu else 0
+    if settings.cpus_per_worker is not None:
+        cpus_each = settings.cpus_per_worker
+    else:
+        cpus_each = max(1, min(cpus // wanted, CPUS_PER_GPU_WORKER if use_gpu else cpus))
+        while cpus_each > 1 and _room(nodes, cpus_each, gpus_each) < num_workers:
+            cpus_each -= 1
+    room = _room(nodes, cpus_each, gpus_each)
+    if num_workers > room:
+        raise ResourceError(
+            f"{_asked_for(num_workers, ' with ' + _count(cpus_each, 'CPU') + ' each')}; {there}. "
+            f"There is room for {room}. Lower --scaling.num-workers"
+            + ("." if settings.cpus_per_worker is None else " or --scaling.cpus-per-worker.")
+        )
+    return WorkerPlan(num_workers, use_gpu, cpus_each)
+
+
+def start_ray(settings: ScalingSettings, node: Node) -> str | None:
+    """Join the cluster, or start a local Ray on this machine; gives the dashboard's URL where one runs.
+
+    Raises:
+        ResourceError: the cluster cannot be reached.
+    """
+    # Ray warns once per process about a change of this default; the new behaviour is what we want.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    import ray
+
+    if ray.is_initialized():
+        return None
+    address = cluster_address(settings)
+    os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
+    env_vars = {
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
+    }
+    options: dict[str, Any] = {"runtime_env": {"env_vars": env_vars}, "log_to_driver": True}
+    if address is None:
+        options |= {
+            "address": "local",
+            "num_cpus": int(node.cpus),
+            "num_gpus": int(node.gpus),
+            "include_dashboard": settings.dashboard,
+            "dashboard_host": "127.0.0.1",
+        }
+    else:
+        options["address"] = address
+    try:
+        url: str | None = ray.init(**options).dashboard_url
+    except ConnectionError as error:
+        raise ResourceError(
+            f"No Ray cluster answers at {address} ({error}). Start one with `ray start --head`, or leave out "
+            "--scaling.address (and RAY_ADDRESS) for a local Ray."
+        ) from None
+    return f"http://{url}" if url else None
+
+
+def bf16_is_fast(device_type: str) -> bool:
+    """Whether the hardware computes in bfloat16 itself; emulated, it is ten times slower than float32."""
+    import torch
+
+    if device_type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    capabilities = torch.cpu.get_capabilities()
+    return bool(capabilities.get("amx_bf16") or capabilities.get("avx512_bf16"))
+
+
+def choose_precision(wanted: str, device_type: str) -> str:
+    """fp32, bf16 or fp16 for this device.
+
+    Raises:
+        ConfigError: float16 without a GPU.
+    """
+    if wanted == "auto":
+        return "bf16" if bf16_is_fast(device_type) else "fp32"
+    if wanted == "fp16" and device_type != "cuda":
+        raise ConfigError("train.precision fp16 needs a GPU; use bf16 or fp32 on CPU.")
+    return wanted
+
+
+def _room(nodes: Sequence[Node], cpus: int, gpus: int) -> int:
+    """How many workers fit, each whole on one node."""
+    return sum(min(int(node.cpus // cpus), int(node.gpus // gpus) if gpus else sys.maxsize) for node in nodes)
+
+
+def _asked_for(workers: int, each: str) -> str:
+    return f"{_count(workers, 'worker')}{each} {'was' if workers == 1 else 'were'} asked for"
+
+
+def _what_is_there(nodes: Sequence[Node]) -> str:
+    cpus, gpus = int(sum(node.cpus for node in nodes)), int(sum(node.gpus for node in nodes))
+    where = "this machine" if len(nodes) == 1 else f"the cluster of {len(nodes)} nodes"
+    return f"{where} has {_count(gpus, 'GPU')} and {_count(cpus, 'CPU')}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,261 @@
+"""Train a classifier: `python -m raytrain_bert.train`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raytrain_bert import command
+from raytrain_bert.config.errors import ConfigError, DataError, UserError
+from raytrain_bert.config.load import dump_yaml
+from raytrain_bert.config.schema import Config
+from raytrain_bert.driver import Watch, fit
+from raytrain_bert.model_card import model_card
+from raytrain_bert.progress.board import BoardClient, LocalBoard, RemoteBoard, start_board_actor
+from raytrain_bert.progress.screen import Screen, Summary
+from raytrain_bert.progress.streams import Streams, captured_streams
+from raytrain_bert.run_folder import RunFolder, now, provenance
+
+if TYPE_CHECKING:
+    from raytrain_bert.data.prepare import PreparedData
+    from raytrain_bert.loop import Job
+    from raytrain_bert.runtime import Node, WorkerPlan
+
+DESCRIPTION = (
+    "Train a BERT-style classifier on labelled text with every GPU there is. Without any flag: BBC News with MiniLM, "
+    "both from PyPI packages."
+)
+DEFAULT_MAX_LENGTH = 512
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the entry; gives the exit code."""
+    started = time.monotonic()
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        call = command.parse_command("train", DESCRIPTION, words)
+    except UserError as error:
+        command.print_error(error.title, str(error))
+        return command.USER_ERROR
+    if call.print_config:
+        print(dump_yaml(call.config), end="")
+        return command.DONE
+    folder: RunFolder | None = None
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
+        # The libraries' own messages go to a file, in the run folder as soon as there is one.
+        streams = stack.enter_context(captured_streams(None if call.verbose else Path(scratch) / "ray.log"))
+        screen = Screen(streams.stdout, errors=streams.stderr, quiet=call.quiet, verbose=call.verbose, started=started)
+        stack.callback(screen.close)
+
+        def body() -> int:
+            nonlocal folder
+            output, resumed = call.config.output, call.resume is not None
+            if call.resume is not None:
+                folder = RunFolder.to_resume(call.resume)
+            else:
+                name = output.name or f"{data_name(call.config)}-{datetime.now():%Y%m%d-%H%M%S}"
+                folder = RunFolder.for_new_run(output.storage_path, name, overwrite=call.overwrite)
+            return run(call.config, folder, screen, streams, started=started, resumed=resumed, words=words)
+
+        def error_path() -> Path | None:
+            return folder.error_path if folder is not None and folder.path.is_dir() else None
+
+        return command.guard(body, screen.error, error_path)
+
+
+def data_name(config: Config) -> str:
+    """A short name of the training data, for the run folder."""
+    first = config.data.train[0]
+    name = Path(first.partition(":")[2] if first.startswith(("bundled:", "hf:")) else first).name
+    return name.partition(".")[0] or "run"
+
+
+def run(
+    config: Config,
+    folder: RunFolder,
+    screen: Screen,
+    streams: Streams,
+    *,
+    started: float,
+    resumed: bool,
+    words: Sequence[str],
+) -> int:
+    """One training run from files to a model folder; gives the exit code.
+
+    Args:
+        config: the resolved configuration.
+        folder: where the run goes; made here unless it is resumed.
+        screen: told everything that happens.
+        streams: where the libraries' own messages go.
+        started: time.monotonic() at the start of the program.
+        resumed: go on from the folder's newest checkpoint.
+        words: the command line, for run.json.
+
+    Raises:
+        UserError: nothing is left behind of a run that never began.
+    """
+    screen.phase("looking at this machine")
+    from raytrain_bert import runtime
+
+    node = runtime.local_node()
+    local = runtime.cluster_address(config.scaling) is None
+    if local:  # refused before anything is started
+        runtime.plan_workers(config.scaling, [node])
+    if not resumed:
+        folder.create(dump_yaml(config))
+    streams.redirect_to(folder.log_path)
+    try:
+        tokenizer, longest, dashboard = start(config, node, screen)
+        workers = runtime.plan_workers(config.scaling, [node] if local else runtime.cluster_nodes())
+        data = prepare(config, tokenizer, longest, screen)
+        if resumed and folder.state()["data_fingerprint"] != data.fingerprint:
+            raise DataError(
+                f"The data has changed since the run in {folder.path} began; it cannot go on with other rows."
+            )
+    except (UserError, KeyboardInterrupt):
+        if not resumed:
+            folder.remove()
+        raise
+    show_facts(screen, data, folder, dashboard)
+    folder.update(
+        **provenance(["raytrain-bert", "train", *words]),
+        status="running",
+        labels=list(data.labels.names),
+        rows=data.num_rows,
+        data_fingerprint=data.fingerprint,
+        files=len(data.files),
+    )
+    board = RemoteBoard(start_board_actor()) if workers.num_workers else LocalBoard()
+    job = make_job(config, folder, data, workers, max_length(config, longest), board)
+    screen.phase(f"starting {workers.num_workers} workers" if workers.num_workers else "starting")
+    screen.best_metric = config.train.best_metric
+    watch = Watch(screen, folder, started)
+    try:
+        result = fit(job, board, data, workers, config, folder, watch)
+    except BaseException as error:
+        stopped = isinstance(error, KeyboardInterrupt)
+        folder.update(status="interrupted" if stopped else "failed", ended=now())
+        raise
+    return report(result, config, folder, data, job, screen, watch)
+
+
+def start(config: Config, node: Node, screen: Screen) -> tuple[Any, int, str | None]:
+    """Start Ray and load the tokenizer, one beside the other; gives (tokenizer, longest input, dashboard)."""
+    from raytrain_bert import runtime
+
+    address = runtime.cluster_address(config.scaling)
+    screen.phase(f"joining the Ray cluster at {address}" if address else "starting Ray")
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(load_text_side, config)
+        # In the main thread: Ray's processes end with the thread that started them.
+        dashboard = runtime.start_ray(config.scaling, node)
+        tokenizer, longest = loading.result()
+    return tokenizer, longest, dashboard
+
+
+def load_text_side(config: Config) -> tuple[Any, int]:
+    """The tokenizer, and the longest input that the model takes."""
+    from raytrain_bert.model.build import load_tokenizer, longest_input
+
+    tokenizer = load_tokenizer(config.model)
+    return tokenizer, longest_input(config.model, tokenizer)
+
+
+def prepare(config: Config, tokenizer: Any, longest: int, screen: Screen) -> PreparedData:
+    """Read and tokenise the data."""
+    from raytrain_bert.data.prepare import prepare_data
+
+    return prepare_data(config.data, tokenizer, max_length(config, longest), screen.phase)
+
+
+def max_length(config: Config, longest: int) -> int:
+    """Longest input of the run in tokens: as set, else the model's limit but not over 512."""
+    wanted = config.data.max_length
+    if wanted is not None and wanted > longest:
+        raise ConfigError(f"data.max_length {wanted}: {config.model.name} takes at most {longest} tokens.")
+    return wanted or min(longest, DEFAULT_MAX_LENGTH)
+
+
+def make_job(
+    config: Config, folder: RunFolder, data: PreparedData, workers: WorkerPlan, max_length: int, board: BoardClient
+) -> Job:
+    """What the workers get."""
+    from raytrain_bert.loop import Job
+    from raytrain_bert.model.build import resolve_model
+
+    # Workers run in a folder of Ray's, so a model folder is named by its absolute path.
+    model = config.model.model_copy(update={"name": resolve_model(config.model.name)})
+    return Job(
+        config=config.model_copy(update={"model": model}),
+        label_names=data.labels.names,
+        max_length=max_length,
+        threads=workers.cpus_per_worker,
+        use_gpu=workers.use_gpu,
+        run_folder=str(folder.path),
+        board=board,
+    )
+
+
+def show_facts(screen: Screen, data: PreparedData, folder: RunFolder, dashboard: str | None) -> None:
+    """Show what was found out about the data."""
+    screen.facts([*data.facts, *([("dashboard", dashboard)] if dashboard else []), ("run folder", str(folder.path))])
+    for warning in data.warnings:
+        screen.warning(warning)
+
+
+def report(
+    result: dict[str, Any],
+    config: Config,
+    folder: RunFolder,
+    data: PreparedData,
+    job: Job,
+    screen: Screen,
+    watch: Watch,
+) -> int:
+    """Write what came out, show the closing table; gives the exit code."""
+    run = shlex.quote(os.path.relpath(folder.path) if folder.path.is_relative_to(Path.cwd()) else str(folder.path))
+    if result["status"] == "interrupted":
+        folder.update(status="interrupted", ended=now(), step=result["step"], seconds=watch.split_of_time())
+        screen.closing(
+            Summary(
+                str(folder.path),
+                status=f"interrupted and saved after step {result['step']:,}",
+                command=f"python -m raytrain_bert.train --resume {run}",
+                command_label="go on with",
+            )
+        )
+        return command.INTERRUPTED
+    card = model_card(config, data.labels.names, data.num_rows, job.max_length, result)
+    (folder.model_path / "README.md").write_text(card, encoding="utf-8")
+    folder.update(
+        status="finished",
+        ended=now(),
+        step=result["step"],
+        stopped_early=result["stopped_early"],
+        best=result["best"],
+        test=result.get("test"),
+        seconds=watch.split_of_time(),
+        speed=watch.speed(),
+    )
+    screen.closing(
+        Summary(
+            str(folder.path),
+            best=result["best"],
+            test=result.get("test"),
+            command=f'python -m raytrain_bert.predict {run} --text "..."',
+        )
+    )
+    return command.DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

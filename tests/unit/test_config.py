@@ -1,0 +1,145 @@
+"""Defaults < YAML < flags; every problem at once; nearest matches."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from raytrain_bert.command import parse_command
+from raytrain_bert.config.errors import ConfigError
+from raytrain_bert.config.load import dump_yaml, flag_of, load_config, settings_of
+from raytrain_bert.config.schema import Config
+
+EXPERIMENTS = sorted((Path(__file__).parents[2] / "experiments").glob("*.yaml"))
+
+
+def parse(*words: str) -> Config:
+    return parse_command("train", "", words).config
+
+
+def test_flags_beat_yaml_and_yaml_beats_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("train: {num_epochs: 7, seed: 5}\noptim: {learning-rate: 3e-5}\n")
+    config = parse("--config", str(path), "--train.seed", "6")
+    assert (config.train.num_epochs, config.train.seed) == (7, 6)
+    assert config.optim.learning_rate == 3e-5
+    assert config.train.global_batch_size == Config().train.global_batch_size
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.name)
+def test_every_experiment_loads(path: Path) -> None:
+    load_config({}, path)
+
+
+def test_two_gpus_experiment_is_the_case_of_two_workers_with_a_gpu_each() -> None:
+    config = load_config({}, EXPERIMENTS[0].with_name("two_gpus.yaml"))
+    assert (config.scaling.num_workers, config.scaling.use_gpu) == (2, True)
+
+
+def test_without_flags_the_bundled_experiment_runs() -> None:
+    assert parse() == load_config({}, EXPERIMENTS[0].with_name("bbc_news.yaml"))
+
+
+def test_own_data_does_not_inherit_the_bundled_experiment() -> None:
+    assert parse("--data.train", "x.csv").data.max_length is None
+
+
+def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("optim: {learning_rat: 1}\ntrian: {seed: 1}\nmodel: {dropout: 2}\n")
+    with pytest.raises(ConfigError) as caught:
+        parse("--config", str(path), "--train.num-epochs", "x", "--scaling.num-worker", "2")
+    message = str(caught.value)
+    for part in (
+        "optim.learning_rat: unknown setting; did you mean optim.learning_rate?",
+        "trian: unknown section; did you mean train?",
+        "model.dropout:",
+        "train.num_epochs:",
+        "--scaling.num-worker: unknown flag; did you mean --scaling.num-workers?",
+    ):
+        assert part in message
+    assert message.startswith("5 problems:")
+
+
+def test_a_setting_in_the_wrong_section_is_traced_to_the_right_one() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean --optim\.learning-rate\?"):
+        parse("--train.learning-rate", "1")
+
+
+def test_paths_with_commas_and_braces_stay_whole() -> None:
+    assert parse("--data.train", "a,b.csv", "--data.train", "{x}.csv").data.train == ["a,b.csv", "{x}.csv"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--scaling.use-gpu"], True),
+        (["--no-scaling.use-gpu"], False),
+        (["--scaling.use-gpu=false"], False),
+        (["--scaling.use_gpu", "true"], True),
+        ([], None),
+    ],
+)
+def test_boolean_flags(words: list[str], expected: bool | None) -> None:
+    assert parse(*words).scaling.use_gpu is expected
+
+
+def test_none_unsets_a_setting() -> None:
+    assert parse("--optim.max-grad-norm", "none").optim.max_grad_norm is None
+
+
+def test_every_setting_has_a_flag_and_a_description() -> None:
+    for key, field in settings_of(Config):
+        assert field.description, key
+        assert field.description.endswith("."), key
+        assert flag_of(key).islower()
+
+
+def test_resolved_configuration_loads_back_the_same(tmp_path: Path) -> None:
+    config = parse("--optim.learning-rate", "3e-5", "--data.labels", "yes", "--data.labels", "no")
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_yaml(config), encoding="utf-8")
+    assert load_config({}, path) == config
+
+
+def test_print_config_prints_yaml(capsys: pytest.CaptureFixture[str]) -> None:
+    from raytrain_bert.train import main
+
+    assert main(["--print-config", "--train.seed", "3"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["train"]["seed"] == 3
+
+
+@pytest.mark.parametrize("text", ["a: [", "- 1\n- 2\n", "data: 3\n"])
+def test_broken_yaml_is_a_readable_error(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"x\.yaml"):
+        load_config({}, path)
+
+
+def test_a_misspelt_file_is_told_with_the_nearest_one(tmp_path: Path) -> None:
+    (tmp_path / "news.yaml").write_text("")
+    with pytest.raises(ConfigError, match=r"Did you mean .*news\.yaml"):
+        load_config({}, tmp_path / "new.yaml")
+
+
+def test_resume_refuses_settings_that_change_the_result(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(dump_yaml(Config()))
+    with pytest.raises(ConfigError, match=r"optim\.learning_rate"):
+        parse("--resume", str(tmp_path), "--optim.learning-rate", "1")
+    assert parse("--resume", str(tmp_path), "--scaling.num-workers", "1").scaling.num_workers == 1
+
+
+def test_help_needs_neither_torch_nor_ray() -> None:
+    code = (
+        "import sys\nfrom raytrain_bert.train import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
+        "assert not {'torch', 'ray', 'transformers'} & set(sys.modules), 'heavy import'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "--optim.learning-rate" in done.stdout
