@@ -46,7 +46,9 @@ def main() -> None:
             mask = torch.from_numpy(np.stack([np.arange(length) < len(row) for row in ids]).astype(np.int64))
             mine.setdefault(step, []).append((inputs, mask, torch.tensor(labels)))
 
-    model = AutoModelForSequenceClassification.from_pretrained(arguments.model, num_labels=max(map(max, table["labels"])) + 1)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        arguments.model, num_labels=max(map(max, table["labels"])) + 1
+    )
     model = DistributedDataParallel(model.to(device).train(), gradient_as_bucket_view=True, broadcast_buffers=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     start, rows = time.perf_counter(), 0

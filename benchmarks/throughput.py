@@ -1,6 +1,6 @@
 """Rows per second of `raytrain_bert.train` against a bare torchrun DDP loop on the same batches, turn by turn.
 
-    python benchmarks/throughput.py --workers 2 --rounds 2
+python benchmarks/throughput.py --workers 2 --rounds 2
 """
 
 from __future__ import annotations
@@ -91,7 +91,16 @@ def run_bare(batches: Path, model: str, workers: int, threads: int) -> float:
 def run_ours(flags: list[str], scratch: Path) -> float:
     """Rows per second of a real run, from its metrics, without the first steps."""
     shutil.rmtree(scratch / "run", ignore_errors=True)
-    words = ["-m", "raytrain_bert.train", *flags, "--output.storage-path", str(scratch), "--output.name", "run", "--quiet"]
+    words = [
+        "-m",
+        "raytrain_bert.train",
+        *flags,
+        "--output.storage-path",
+        str(scratch),
+        "--output.name",
+        "run",
+        "--quiet",
+    ]
     subprocess.run([sys.executable, *words], check=True, stdout=subprocess.DEVNULL)
     lines = [json.loads(line) for line in (scratch / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["kind"] == "train"][WARMUP_STEPS:]

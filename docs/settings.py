@@ -14,8 +14,9 @@ def settings_page() -> str:
         "# Settings",
         "",
         "Each setting is a key of an experiment file and a flag: `optim: {learning_rate: 3e-5}` in YAML is",
-        "`--optim.learning-rate 3e-5`. A flag beats the file, the file beats the default. Lists take the flag more than",
-        "once; a bare flag means true, `--no-SECTION.SETTING` false; the value `none` unsets. Unknown keys are refused.",
+        "`--optim.learning-rate 3e-5`. A flag beats the file, the file beats the default. Lists take the flag more",
+        "than once; a bare flag means true, `--no-SECTION.SETTING` false; the value `none` unsets. Unknown keys are",
+        "refused.",
     ]
     section = ""
     for key, field in settings_of(Config):

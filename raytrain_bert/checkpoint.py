@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 from raytrain_bert.config.errors import RunFolderError
@@ -82,7 +82,7 @@ class CheckpointStore:
         writer = HuggingFaceStorageWriter(str(temporary), save_distributed=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # "torch.distributed is uninitialized": one process
-            dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
+            state_dict_saver.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
         if rank == 0:
             content = {"progress": asdict(progress), "scores": scores}
             (temporary / PROGRESS_FILE).write_text(json.dumps(content, indent=1), encoding="utf-8")
@@ -97,7 +97,7 @@ class CheckpointStore:
         """Read the checkpoint of `step` into `tensors`, in place; any number of ranks."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            dcp.load(
+            state_dict_loader.load(
                 tensors,
                 storage_reader=HuggingFaceStorageReader(str(self.path(step))),
                 no_dist=not dist.is_initialized(),
@@ -136,8 +136,8 @@ def training_tensors(
                     tensors[f"optimizer.{names[parameter]}.{key}"] = value
     if scaler is not None and scaler.is_enabled():
         scaler.scale(torch.zeros((), device=next(model.parameters()).device))  # makes its lazy tensors
-        tensors["scaler.scale"] = scaler._scale  # type: ignore[assignment]
-        tensors["scaler.growth_tracker"] = scaler._growth_tracker  # type: ignore[assignment]
+        tensors["scaler.scale"] = scaler._scale
+        tensors["scaler.growth_tracker"] = scaler._growth_tracker
     return tensors
 
 

@@ -7,10 +7,11 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from raytrain_bert.config.errors import UserError
 from raytrain_bert.config.schema import Config
+from raytrain_bert.job import DATASET, Job, train_loop_per_worker
 from raytrain_bert.progress.board import DriverBoard
 from raytrain_bert.progress.events import to_json_line
 from raytrain_bert.progress.screen import Screen
@@ -18,7 +19,6 @@ from raytrain_bert.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from raytrain_bert.data.prepare import PreparedData
-    from raytrain_bert.loop import Job
     from raytrain_bert.runtime import WorkerPlan
 
 SECONDS_BETWEEN_LOOKS = 0.2
@@ -38,11 +38,9 @@ def fit(
     import ray.train
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    from raytrain_bert.loop import DATASET, train_loop_per_worker
-
     per_worker = {"CPU": float(workers.cpus_per_worker)} | ({"GPU": 1.0} if workers.use_gpu else {})
     trainer = TorchTrainer(
-        train_loop_per_worker,
+        cast(Any, train_loop_per_worker),
         train_loop_config={"job": job},
         torch_config=TorchConfig(backend=workers.backend, timeout_s=round(config.scaling.timeout_minutes * 60)),
         scaling_config=ray.train.ScalingConfig(
@@ -59,7 +57,7 @@ def fit(
 
     def work() -> None:
         try:
-            outcome.append(trainer.fit().return_value)
+            outcome.append(cast(Any, trainer.fit()).return_value)
         except BaseException as error:  # handed to the main thread
             outcome.append(error)
 

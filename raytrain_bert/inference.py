@@ -47,7 +47,8 @@ class Classifier:
         if not (path / "config.json").is_file():
             raise RunFolderError(f"{path} holds no model: give a finished run's folder or a Hugging Face model folder.")
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        return cls(load_model(path).to(device), AutoTokenizer.from_pretrained(path))
+        model: Any = load_model(path)
+        return cls(model.to(device), AutoTokenizer.from_pretrained(path))
 
     @torch.no_grad()
     def logits(self, texts: Sequence[str], pairs: Sequence[str] | None = None) -> NDArray[np.float32]:

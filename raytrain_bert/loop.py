@@ -1,4 +1,4 @@
-"""The training loop of one worker (Ray Train's train_loop_per_worker): every rank runs it alike."""
+"""The training loop of one worker: every rank runs it alike."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from raytrain_bert import parallel, runtime
 from raytrain_bert.batching import plan
@@ -23,31 +24,17 @@ from raytrain_bert.batching.collate import MicroBatch, TokenRows, collate
 from raytrain_bert.checkpoint import CheckpointStore, Progress, training_tensors
 from raytrain_bert.config.schema import Config
 from raytrain_bert.data.split import SPLITS
+from raytrain_bert.job import DATASET, Job
 from raytrain_bert.metrics import EvaluationMetrics, is_better
 from raytrain_bert.model.build import accepts_token_types, build_model, load_tokenizer, save_model
 from raytrain_bert.model.layers import parameter_depth
 from raytrain_bert.optim import build_optimizer, build_schedule
-from raytrain_bert.progress.board import BoardClient
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 TOKENS_PER_MICRO_BATCH = {"cpu": 4096, "cuda": 16384}
 LOG_EVERY_STEPS = {"cpu": 1, "cuda": 10}
 EVALUATION_BUDGET = 2  # without activations to keep, twice the tokens fit
 SECONDS_BETWEEN_NEWS = 0.5
-DATASET = "rows"
-
-
-@dataclass(frozen=True)
-class Job:
-    """What the driver hands to every worker."""
-
-    config: Config
-    label_names: tuple[str, ...]
-    max_length: int
-    threads: int
-    use_gpu: bool
-    run_folder: str
-    board: BoardClient
 
 
 @dataclass
@@ -63,7 +50,7 @@ class Parts:
     rows: TokenRows
     splits: dict[str, NDArray[np.int64]]
     """Positions in `rows` of each split's rows."""
-    module: nn.Module
+    module: PreTrainedModel
     """The model as it is."""
     model: nn.Module
     """The model as it is called in training: wrapped for data parallel training."""
@@ -94,13 +81,8 @@ class Interrupted(Exception):
     """The user asked for a stop; a checkpoint of this moment is saved."""
 
 
-def train_loop_per_worker(config: dict[str, Any]) -> dict[str, Any]:
-    """Train, choose the best, test it and write it; every rank gets the same result.
-
-    Args:
-        config: {"job": Job}, as Ray Train hands it over; the token rows come as the Ray dataset shard "rows".
-    """
-    job: Job = config["job"]
+def train(job: Job) -> dict[str, Any]:
+    """Train, choose the best, test it and write it; every rank gets the same result."""
     if parallel.rank_and_world_size()[0] == 0:
         job.board.post([{"event": "phase", "text": "loading the model"}])
     parts = build_parts(job, *load_rows())
@@ -222,7 +204,7 @@ def train_epoch(parts: Parts, progress: Progress) -> None:
             collate(parts.rows, train_rows[rows], pad_token_id=parts.pad_token_id, token_type_ids=parts.token_type_ids)
             for rows in plan.micro_batches(share, lengths, parts.tokens_per_micro_batch)
         ]
-        learning_rate = parts.schedule.get_last_lr()[0]
+        learning_rate = float(parts.schedule.get_last_lr()[0])
         loss_sum, grad_norm = train_step(parts, micro_batches, len(batch), progress.step, counted)
         progress.step += 1
         progress.step_in_epoch += 1

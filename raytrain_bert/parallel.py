@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -30,11 +30,12 @@ def parallelize(model: nn.Module, device: torch.device, *, compile_model: bool =
     backward pass (the model is built so), so DDP need not search for unused ones.
     """
     model.to(device)
-    compiled: nn.Module = torch.compile(model, dynamic=True) if compile_model else model
+    if compile_model:
+        model = cast(nn.Module, torch.compile(model, dynamic=True))
     if not is_distributed():
-        return compiled
+        return model
     return DistributedDataParallel(
-        compiled,
+        model,
         device_ids=[device.index] if device.type == "cuda" else None,
         broadcast_buffers=False,
         gradient_as_bucket_view=True,

@@ -163,7 +163,7 @@ def _git_commit() -> str | None:
     """Commit of the working directory's repository, with + where it has changes."""
     try:
         options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 10, "check": True}
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], **options).stdout.strip()
+        commit: str = subprocess.run(["git", "rev-parse", "HEAD"], **options).stdout.strip()
         changed = subprocess.run(["git", "status", "--porcelain", "--untracked-files=no"], **options).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None

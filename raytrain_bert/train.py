@@ -19,6 +19,7 @@ from raytrain_bert.config.errors import ConfigError, DataError, UserError
 from raytrain_bert.config.load import dump_yaml
 from raytrain_bert.config.schema import Config
 from raytrain_bert.driver import Watch, fit
+from raytrain_bert.job import Job
 from raytrain_bert.model_card import model_card
 from raytrain_bert.progress.board import BoardClient, LocalBoard, RemoteBoard, start_board_actor
 from raytrain_bert.progress.screen import Screen, Summary
@@ -27,7 +28,6 @@ from raytrain_bert.run_folder import RunFolder, now, provenance
 
 if TYPE_CHECKING:
     from raytrain_bert.data.prepare import PreparedData
-    from raytrain_bert.loop import Job
     from raytrain_bert.runtime import Node, WorkerPlan
 
 DESCRIPTION = (
@@ -189,7 +189,6 @@ def make_job(
     config: Config, folder: RunFolder, data: PreparedData, workers: WorkerPlan, max_length: int, board: BoardClient
 ) -> Job:
     """What the workers get."""
-    from raytrain_bert.loop import Job
     from raytrain_bert.model.build import resolve_model
 
     # Workers run in a folder of Ray's, so a model folder is named by its absolute path.

@@ -137,7 +137,7 @@ class TrainConfig(Settings):
     tokens_per_micro_batch: int | None = Field(
         None,
         ge=8,
-        description="Most tokens, padding included, in one forward pass of one worker. None: 4096 on CPU, 16384 on GPU.",
+        description="Most tokens, padding included, in one forward pass of a worker. None: 4096 on CPU, 16384 on GPU.",
     )
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "auto", description="Autocast type; auto is bf16 where the hardware has it, else fp32."
@@ -168,7 +168,7 @@ class ScalingSettings(Settings):
     num_workers: int | None = Field(
         None,
         ge=0,
-        description="Training processes. None: one per GPU of the cluster, without GPUs two on CPU. 0: train in this process.",
+        description="Training processes. None: one per GPU of the cluster, else two on CPU. 0: in this process.",
     )
     use_gpu: bool | None = Field(None, description="One GPU for each worker. None: if the cluster has GPUs.")
     cpus_per_worker: int | None = Field(

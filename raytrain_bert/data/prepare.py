@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -162,10 +163,8 @@ def _tokens(
         return cached
     tables = tokenise(source.dataset, tokenizer, max_length, vocab_size)
     if settings.cache:
-        try:
+        with suppress(OSError):  # a read-only or full home costs the next run some seconds, not this one its training
             write_cache(folder, tables)
-        except OSError:  # a read-only or full home costs the next run some seconds, not this one its training
-            pass
     return tables
 
 
@@ -202,7 +201,8 @@ def _to_object_store(tables: list[pa.Table]) -> ray.data.Dataset:
     import ray.data
 
     columns = ["input_ids", "second_start", "label_id", "split", "file", "row"]
-    return ray.data.from_arrow_refs([ray.put(table.select(columns)) for table in tables])
+    references: list[Any] = [ray.put(table.select(columns)) for table in tables]
+    return ray.data.from_arrow_refs(references)
 
 
 def _check_sizes(num_rows: Mapping[str, int], settings: DataConfig) -> None:
@@ -210,7 +210,8 @@ def _check_sizes(num_rows: Mapping[str, int], settings: DataConfig) -> None:
         if not num_rows.get(name):
             raise DataError(
                 f"The {name} split has no rows ({sum(num_rows.values())} usable rows in all, validation_fraction "
-                f"{settings.validation_fraction}, test_fraction {settings.test_fraction}). Give more data or --data.{name}."
+                f"{settings.validation_fraction}, test_fraction {settings.test_fraction}). Give more data"
+                + (" or --data.validation." if name == "validation" else ".")
             )
 
 

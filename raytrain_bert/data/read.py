@@ -117,7 +117,7 @@ def _num_tasks(num_files: int) -> int:
     """One file a task, but no more tasks than keep all CPUs busy: each costs some 50 ms."""
     import ray
 
-    cluster: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    cluster: dict[str, float] = ray.cluster_resources()
     return min(num_files, TASKS_PER_CPU * max(1, int(cluster.get("CPU", 1))))
 
 

@@ -52,6 +52,7 @@ class TokeniseBatch:
         self.id_type = pa.uint16() if vocab_size <= 1 << 16 else pa.uint32()
 
     def __call__(self, batch: pa.Table) -> pa.Table:
+        """Tokenise one batch."""
         from tokenizers import Tokenizer  # in the Ray worker; transformers would cost it seconds
 
         tokenizer = Tokenizer.from_str(self.tokenizer)

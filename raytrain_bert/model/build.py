@@ -67,7 +67,7 @@ def build_model(settings: ModelConfig, label_names: Sequence[str], *, seed: int)
     with _readable_errors(settings.name), _quiet_transformers(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = AutoConfig.from_pretrained(source, **options)
-        pooling = settings.pooling
+        pooling: str = settings.pooling
         if isinstance(config, PooledConfig):  # a folder that an earlier run wrote: its encoder is what goes on
             pooling = config.pooling if pooling == "native" else pooling
         if settings.dropout is not None:
@@ -107,7 +107,8 @@ def load_model(folder: str | Path) -> PreTrainedModel:
     """A classifier out of its folder, native or pooled head, in evaluation mode."""
     with _readable_errors(str(folder)), _quiet_transformers():
         model: PreTrainedModel = AutoModelForSequenceClassification.from_pretrained(folder, use_safetensors=True)
-    return model.eval()
+    model.eval()
+    return model
 
 
 def save_model(model: PreTrainedModel, tokenizer: Any, folder: str | Path, *, max_length: int) -> None:
@@ -128,7 +129,7 @@ def longest_input(settings: ModelConfig, tokenizer: Any) -> int:
         config = AutoConfig.from_pretrained(
             resolve_model(settings.name), revision=settings.revision, trust_remote_code=settings.trust_remote_code
         )
-    config = config.encoder if isinstance(config, PooledConfig) else config
+    config = encoder_config(config)
     limits = [UNLIMITED]
     positions = getattr(config, "max_position_embeddings", None)
     if positions and positions > 0:
@@ -149,9 +150,13 @@ def longest_input(settings: ModelConfig, tokenizer: Any) -> int:
 
 def accepts_token_types(model: nn.Module, tokenizer: Any) -> bool:
     """Whether the model tells the first text of a pair from the second by token types."""
-    config = model.config
-    config = config.encoder if isinstance(config, PooledConfig) else config
+    config = encoder_config(model.config)
     return "token_type_ids" in tokenizer.model_input_names and (getattr(config, "type_vocab_size", 0) or 0) > 1
+
+
+def encoder_config(config: Any) -> Any:
+    """The encoder's own configuration, inside a pooled one or as it is."""
+    return config.encoder if isinstance(config, PooledConfig) else config
 
 
 def set_dropout(config: Any, dropout: float) -> None:

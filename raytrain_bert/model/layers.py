@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 from torch import nn
 
 from raytrain_bert.config.errors import ConfigError
@@ -17,7 +19,7 @@ def encoder_of(model: nn.Module) -> nn.Module:
 
 def encoder_layers(model: nn.Module) -> nn.ModuleList:
     """The list of encoder layers: the first one whose length is the configuration's num_hidden_layers."""
-    depth = model.config.num_hidden_layers
+    depth = cast(Any, model).config.num_hidden_layers
     for module in encoder_of(model).modules():
         if isinstance(module, nn.ModuleList) and len(module) == depth:
             return module

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +61,7 @@ class PooledConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if isinstance(self.encoder, dict):
             self.encoder = AutoConfig.for_model(**self.encoder)
-        super().__post_init__(**kwargs)
+        super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
         if self.encoder is not None:
             self.pad_token_id = self.encoder.pad_token_id
             self.hidden_size = self.encoder.hidden_size
@@ -81,11 +81,11 @@ class PooledForSequenceClassification(PreTrainedModel):
 
     def __init__(self, config: PooledConfig, encoder: PreTrainedModel | None = None) -> None:
         super().__init__(config)
-        self.encoder = encoder if encoder is not None else build_encoder(config.encoder)
+        self.encoder = encoder if encoder is not None else build_encoder(cast(PreTrainedConfig, config.encoder))
         self.dropout = nn.Dropout(config.classifier_dropout)
-        self.classifier = nn.Linear(self.encoder.config.hidden_size, config.num_labels)
+        self.classifier = nn.Linear(self.encoder.config.hidden_size, cast(int, config.num_labels))
         self.encoder_arguments = set(inspect.signature(self.encoder.forward).parameters)
-        self.post_init()
+        self.post_init()  # type: ignore[no-untyped-call]
 
     def _init_weights(self, module: nn.Module) -> None:
         if module is self.classifier:
@@ -124,9 +124,9 @@ class PooledForSequenceClassification(PreTrainedModel):
 def build_encoder(config: PreTrainedConfig) -> PreTrainedModel:
     """The encoder of a configuration with random weights, without its own pooling layer if it can do without."""
     try:
-        return AutoModel.from_config(config, add_pooling_layer=False)
+        return cast(PreTrainedModel, AutoModel.from_config(config, add_pooling_layer=False))
     except TypeError:
-        return AutoModel.from_config(config)
+        return cast(PreTrainedModel, AutoModel.from_config(config))
 
 
 def _token_at(hidden: Tensor, positions: Tensor) -> Tensor:
@@ -135,5 +135,5 @@ def _token_at(hidden: Tensor, positions: Tensor) -> Tensor:
 
 AutoConfig.register(PooledConfig.model_type, PooledConfig, exist_ok=True)
 AutoModelForSequenceClassification.register(PooledConfig, PooledForSequenceClassification, exist_ok=True)
-PooledConfig.register_for_auto_class()
-PooledForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
+PooledConfig.register_for_auto_class()  # type: ignore[no-untyped-call]
+PooledForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")  # type: ignore[no-untyped-call]

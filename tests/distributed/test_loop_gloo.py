@@ -51,7 +51,8 @@ def make_config(model: Path, **train: Any) -> Config:
 
 
 def make_parts(config: Config, run_folder: Path) -> Any:
-    from raytrain_bert.loop import SPLITS, Job, build_parts
+    from raytrain_bert.job import Job
+    from raytrain_bert.loop import SPLITS, build_parts
     from raytrain_bert.progress.board import LocalBoard
 
     table = make_rows()

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[2] / "raytrain_bert"
 LAYERS = [
     {"config", "__init__"},
     {"runtime", "data", "batching", "model", "parallel", "optim", "metrics", "checkpoint", "progress", "run_folder",
-     "model_card"},
+     "model_card", "job"},
     {"command", "loop", "inference"},
     {"driver"},
     {"train", "predict"},
@@ -56,7 +56,10 @@ def test_imports_point_down_only(module: str) -> None:
         assert LAYER_OF[other] < LAYER_OF[here], f"{module} ({here}) imports {other}"
 
 
-@pytest.mark.parametrize("module", ["train", "cli", "predict", "driver", "command", "config.load", "progress.screen"])
+LIGHT = ["train", "cli", "predict", "job", "driver", "command", "config.load", "progress.screen"]
+
+
+@pytest.mark.parametrize("module", LIGHT)
 def test_what_help_imports_needs_neither_ray_nor_torch(module: str) -> None:
     code = (
         f"import sys, raytrain_bert.{module}; print({{'ray', 'torch', 'transformers', 'datasets'}} & set(sys.modules))"

@@ -221,7 +221,8 @@ def test_an_earlier_runs_model_can_be_trained_further_with_other_labels(
 ) -> None:
     for pooling in ("native", "last"):
         folder = tmp_path / pooling
-        save_model(build(folders["bert"], pooling=pooling), load_tokenizer(ModelConfig(name=str(folders["bert"]))), folder, max_length=20)  # fmt: skip
+        tokenizer = load_tokenizer(ModelConfig(name=str(folders["bert"])))
+        save_model(build(folders["bert"], pooling=pooling), tokenizer, folder, max_length=20)
         model = build_model(ModelConfig(name=str(folder)), ("a", "b"), seed=0)
         assert model(**batch()).logits.shape == (3, 2)
 

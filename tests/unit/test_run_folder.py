@@ -22,7 +22,7 @@ def make(tmp_path: Path, **state: object) -> RunFolder:
 
 def test_a_used_folder_is_refused_and_overwrite_empties_it(tmp_path: Path) -> None:
     folder = make(tmp_path, status="interrupted")
-    with pytest.raises(RunFolderError, match="--resume .* --overwrite"):
+    with pytest.raises(RunFolderError, match=r"--resume .* --overwrite"):
         RunFolder.for_new_run(str(tmp_path), "run", overwrite=False)
     RunFolder.for_new_run(str(tmp_path), "run", overwrite=True)
     assert not folder.path.exists()
