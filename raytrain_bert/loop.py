@@ -204,7 +204,7 @@ def train_epoch(parts: Parts, progress: Progress) -> None:
             collate(parts.rows, train_rows[rows], pad_token_id=parts.pad_token_id, token_type_ids=parts.token_type_ids)
             for rows in plan.micro_batches(share, lengths, parts.tokens_per_micro_batch)
         ]
-        learning_rate = float(parts.schedule.get_last_lr()[0])
+        learning_rate = config.optim.learning_rate * parts.schedule.lr_lambdas[0](progress.step)
         loss_sum, grad_norm = train_step(parts, micro_batches, len(batch), progress.step, counted)
         progress.step += 1
         progress.step_in_epoch += 1

@@ -22,26 +22,37 @@ def parameter_groups(
 
     Args:
         named_parameters: of the unwrapped model; frozen ones are left out.
-        depths: depth of each by name, the head the deepest.
+        depths: depth of each by name, the head the deepest; frozen ones included.
         settings: learning rates, layer decay, weight decay.
 
     Vectors (biases and norm weights) do not decay. Each step down from the head multiplies the learning rate by
     `layer_decay` (discriminative fine-tuning, Howard and Ruder 2018).
     """
     top = max(depths.values())
-    groups: dict[tuple[int, bool], dict[str, Any]] = {}
+    head = head_names(depths)
+    groups: dict[tuple[int, bool, bool], dict[str, Any]] = {}
     for name, parameter in named_parameters:
         if not parameter.requires_grad:
             continue
-        key = (depths[name], parameter.ndim > 1)
+        key = (depths[name], name in head, parameter.ndim > 1)
         rate = settings.learning_rate * settings.layer_decay ** (top - depths[name])
-        if depths[name] == top and settings.head_learning_rate is not None:
+        if name in head and settings.head_learning_rate is not None:
             rate = settings.head_learning_rate
         group = groups.setdefault(
-            key, {"params": [], "lr": rate, "weight_decay": settings.weight_decay if key[1] else 0.0}
+            key, {"params": [], "lr": rate, "weight_decay": settings.weight_decay if key[2] else 0.0}
         )
         group["params"].append(parameter)
     return [groups[key] for key in sorted(groups, reverse=True)]
+
+
+def head_names(depths: Mapping[str, int]) -> set[str]:
+    """Names of the new head: as deep as anything, and beside the encoder rather than inside it.
+
+    A pretrained pooler (bert.pooler) or final norm (model.final_norm) is as deep, but shares the encoder's prefix.
+    """
+    top = max(depths.values())
+    encoder_prefixes = {name.partition(".")[0] for name, depth in depths.items() if depth < top}
+    return {name for name, depth in depths.items() if depth == top and name.partition(".")[0] not in encoder_prefixes}
 
 
 def build_optimizer(

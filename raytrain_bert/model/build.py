@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -37,15 +38,21 @@ def load_tokenizer(settings: ModelConfig) -> Any:
     """The model's fast tokenizer.
 
     Raises:
-        ModelError: there is none, or it cannot pad.
+        ModelError: there is none, it is not a fast one, or it cannot pad.
     """
     with _readable_errors(settings.name):
         tokenizer = AutoTokenizer.from_pretrained(
             resolve_model(settings.name), revision=settings.revision, trust_remote_code=settings.trust_remote_code
         )
+    if not tokenizer.is_fast:
+        raise ModelError(
+            f"{settings.name}: its tokenizer ({type(tokenizer).__name__}) has no fast version, which training needs. "
+            "Choose a model with a tokenizer.json."
+        )
     if tokenizer.pad_token_id is None:
         raise ModelError(
-            f"{settings.name}: its tokenizer has no padding token, so texts of unlike length cannot share a batch."
+            f"{settings.name}: its tokenizer has no padding token, so texts of unlike length cannot share a batch. "
+            "Set pad_token in its tokenizer_config.json, or choose another model."
         )
     return tokenizer
 
@@ -85,35 +92,48 @@ def build_model(settings: ModelConfig, label_names: Sequence[str], *, seed: int)
                 config.pooling = pooling
             for key, value in labels.items():
                 setattr(config, key, value)
-            model: PreTrainedModel = AutoModelForSequenceClassification.from_pretrained(
-                source, config=config, ignore_mismatched_sizes=True, **options
+            model: PreTrainedModel
+            model, loading = AutoModelForSequenceClassification.from_pretrained(
+                source, config=config, ignore_mismatched_sizes=True, output_loading_info=True, **options
             )
+            _refuse_random_weights(settings.name, loading, inside=f"{model.base_model_prefix}.")
         else:
-            encoder = _load_encoder(source, config, options)
+            encoder = _load_encoder(settings.name, source, config, options)
             dropout = settings.dropout if settings.dropout is not None else _own_dropout(config)
+            # Without the folder it came from: the path of this machine means nothing to whoever gets the model.
+            own = {key: value for key, value in encoder.config.to_dict().items() if key != "_name_or_path"}
             head = PooledConfig(
-                encoder=encoder.config.to_dict(), pooling=pooling, classifier_dropout=dropout,
+                encoder=own, pooling=pooling, classifier_dropout=dropout,
                 problem_type="single_label_classification", **labels,
             )  # fmt: skip
             model = PooledForSequenceClassification(head, encoder)
     _freeze_unused_pooler(model)
     freeze(model, settings)
     if settings.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     return model
 
 
 def load_model(folder: str | Path) -> PreTrainedModel:
-    """A classifier out of its folder, native or pooled head, in evaluation mode."""
+    """A classifier out of its folder, native or pooled head, in evaluation mode.
+
+    Raises:
+        ModelError: it cannot be loaded, or has no trained head.
+    """
+    model: PreTrainedModel
     with _readable_errors(str(folder)), _quiet_transformers():
-        model: PreTrainedModel = AutoModelForSequenceClassification.from_pretrained(folder, use_safetensors=True)
+        model, loading = AutoModelForSequenceClassification.from_pretrained(
+            folder, use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True
+        )
+    _refuse_random_weights(str(folder), loading)
     model.eval()
     return model
 
 
 def save_model(model: PreTrainedModel, tokenizer: Any, folder: str | Path, *, max_length: int) -> None:
     """Write a plain Hugging Face folder: configuration, weights in safetensors, tokenizer that cuts as in training."""
-    model.save_pretrained(folder)
+    with _quiet_transformers():
+        model.save_pretrained(folder)
     tokenizer.model_max_length = max_length
     tokenizer.save_pretrained(folder)
     # What a tokenizer.json says of truncation and padding would be applied by others without being asked for.
@@ -165,7 +185,7 @@ def set_dropout(config: Any, dropout: float) -> None:
         set_dropout(config.encoder, dropout)
     for name in [*config.to_dict(), "cls_dropout"]:
         value = getattr(config, name, None)
-        if "dropout" in name and (value is None or isinstance(value, int | float)):
+        if "dropout" in name and not isinstance(value, bool) and (value is None or isinstance(value, int | float)):
             setattr(config, name, dropout)
 
 
@@ -178,13 +198,37 @@ def _own_dropout(config: Any) -> float:
     return 0.1
 
 
-def _load_encoder(source: str, config: Any, options: dict[str, Any]) -> PreTrainedModel:
+def _load_encoder(name: str, source: str, config: Any, options: dict[str, Any]) -> PreTrainedModel:
     """The bare encoder, without a pooling layer of its own where it can go without."""
+    options = options | {"config": config, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    encoder: PreTrainedModel
     try:
-        encoder: PreTrainedModel = AutoModel.from_pretrained(source, config=config, add_pooling_layer=False, **options)
+        encoder, loading = AutoModel.from_pretrained(source, add_pooling_layer=False, **options)
     except TypeError:
-        encoder = AutoModel.from_pretrained(source, config=config, **options)
+        encoder, loading = AutoModel.from_pretrained(source, **options)
+    _refuse_random_weights(name, loading, inside="")
     return encoder
+
+
+def _refuse_random_weights(name: str, loading: dict[str, Any], *, inside: str | None = None) -> None:
+    """transformers fills what the file lacks with random numbers: right for a new head, ruin for anything else.
+
+    Args:
+        name: the model, for the message.
+        loading: what `output_loading_info` gives.
+        inside: prefix of the encoder's parameters, its pooler may be new as well; None allows nothing new at all.
+    """
+    lost = sorted({*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])})
+    if inside is not None:
+        lost = [key for key in lost if key.startswith(inside) and "pooler" not in key.split(".")]
+        remedy = "Give the complete folder of an encoder whose config.json belongs to its model.safetensors."
+    else:
+        remedy = "Give the folder of a trained classifier, for example RUN/model."
+    if lost:
+        raise ModelError(
+            f"{name}: {len(lost)} weights are missing or have another shape than config.json says "
+            f"(first: {lost[0]}). {remedy}"
+        )
 
 
 def _freeze_unused_pooler(model: PreTrainedModel) -> None:
@@ -214,15 +258,17 @@ def _readable_errors(name: str) -> Iterator[None]:
     """Turn what transformers raises about a model that is not there into one sentence."""
     try:
         yield
-    except (OSError, ValueError) as error:
-        text = str(error)
+    except (OSError, ValueError, SafetensorError) as error:
+        text = str(error).strip() or type(error).__name__
         nearby = [p.name for p in Path(name).expanduser().parent.glob("*") if p.is_dir()] if "/" in name else []
         near = difflib.get_close_matches(Path(name).name, nearby, n=1, cutoff=0.6)
         hint = f" Did you mean {Path(name).parent / near[0]}?" if near else ""
         if "trust_remote_code" in text:
             hint = " It brings Python code of its own; if you trust it, set --model.trust-remote-code."
+        elif isinstance(error, SafetensorError):
+            hint = " Its model.safetensors is damaged; copy or download it again."
         elif "safetensors" in text:
             hint = " Only safetensors weights are read; convert the folder with model.save_pretrained(...)."
         elif not hint:
             hint = " Give a model folder, a hub name (with a connection to the hub), or bundled:all-minilm-l6-v2."
-        raise ModelError(f"{name}: cannot be loaded ({text.strip().splitlines()[0]}).{hint}") from error
+        raise ModelError(f"{name}: cannot be loaded ({text.splitlines()[0]}).{hint}") from error

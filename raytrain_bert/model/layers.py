@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from raytrain_bert.config.errors import ConfigError
+from raytrain_bert.config.errors import ConfigError, ModelError
 from raytrain_bert.config.schema import ModelConfig
 
 
@@ -18,12 +18,17 @@ def encoder_of(model: nn.Module) -> nn.Module:
 
 
 def encoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The list of encoder layers: the first one whose length is the configuration's num_hidden_layers."""
+    """The list of encoder layers: the first one whose length is the configuration's num_hidden_layers.
+
+    Raises:
+        ModelError: the model has no list of layers at all.
+    """
     depth = cast(Any, model).config.num_hidden_layers
-    for module in encoder_of(model).modules():
-        if isinstance(module, nn.ModuleList) and len(module) == depth:
-            return module
-    raise AssertionError(f"{type(model).__name__} has no list of {depth} layers")
+    lists = [module for module in encoder_of(model).modules() if isinstance(module, nn.ModuleList)]
+    if not lists:
+        raise ModelError(f"{type(model).__name__} has no list of layers. Choose an encoder such as BERT or ModernBERT.")
+    # ALBERT runs one layer many times over, so no list is as long as the configuration says.
+    return next((layers for layers in lists if len(layers) == depth), lists[0])
 
 
 def parameter_depth(model: nn.Module) -> dict[str, int]:

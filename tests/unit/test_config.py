@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -143,3 +144,12 @@ def test_help_needs_neither_torch_nor_ray() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "--optim.learning-rate" in done.stdout
+
+
+def test_every_folder_of_the_package_is_shipped() -> None:
+    root = Path(__file__).parents[2]
+    listed = re.findall(
+        r'^  "(raytrain_bert[\w.]*)",$', (root / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    folders = {path.parent.relative_to(root).as_posix() for path in (root / "raytrain_bert").rglob("*.py")}
+    assert {name.replace(".", "/") for name in listed} == folders | {"raytrain_bert/experiments"}

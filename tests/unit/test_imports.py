@@ -14,7 +14,8 @@ PACKAGE = Path(__file__).parents[2] / "raytrain_bert"
 LAYERS = [
     {"config", "__init__"},
     {"runtime", "data", "batching", "model", "parallel", "optim", "metrics", "checkpoint", "progress", "run_folder",
-     "model_card", "job"},
+     "model_card"},
+    {"job"},
     {"command", "loop", "inference"},
     {"driver"},
     {"train", "predict"},
