@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 from raytrain_bert.config.errors import UserError
 from raytrain_bert.config.schema import Config
-from raytrain_bert.job import DATASET, Job, train_loop_per_worker
+from raytrain_bert.job import DATASET, Job
 from raytrain_bert.progress.board import DriverBoard
 from raytrain_bert.progress.events import to_json_line
 from raytrain_bert.progress.screen import Screen
 from raytrain_bert.run_folder import RunFolder
+from raytrain_bert.worker import train_loop_per_worker
 
 if TYPE_CHECKING:
     from raytrain_bert.data.prepare import PreparedData

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,8 @@ def start_ray(settings: ScalingSettings, node: Node) -> str | None:
         return None
     address = cluster_address(settings)
     os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
+    # Held-back repetitions would be printed when the process ends, behind the closing table.
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     env_vars = {
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -148,6 +151,24 @@ def start_ray(settings: ScalingSettings, node: Node) -> str | None:
             "--scaling.address (and RAY_ADDRESS) for a local Ray."
         ) from None
     return f"http://{url}" if url else None
+
+
+@contextmanager
+def own_ray() -> Iterator[None]:
+    """Leave Ray at the end if it was started (or joined) inside: its last messages must still find the log."""
+    before = _is_connected()
+    try:
+        yield
+    finally:
+        if not before and _is_connected():
+            import ray
+
+            ray.shutdown()
+
+
+def _is_connected() -> bool:
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
 
 
 def bf16_is_fast(device_type: str) -> bool:

@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raytrain_bert import command
+from raytrain_bert import command, runtime
 from raytrain_bert.config.errors import ConfigError, DataError, UserError
 from raytrain_bert.config.load import dump_yaml
 from raytrain_bert.config.schema import Config
@@ -55,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         streams = stack.enter_context(captured_streams(None if call.verbose else Path(scratch) / "ray.log"))
         screen = Screen(streams.stdout, errors=streams.stderr, quiet=call.quiet, verbose=call.verbose, started=started)
         stack.callback(screen.close)
+        stack.enter_context(runtime.own_ray())
 
         def body() -> int:
             nonlocal folder
@@ -104,8 +105,6 @@ def run(
         UserError: nothing is left behind of a run that never began.
     """
     screen.phase("looking at this machine")
-    from raytrain_bert import runtime
-
     node = runtime.local_node()
     local = runtime.cluster_address(config.scaling) is None
     if local:  # refused before anything is started
@@ -150,8 +149,6 @@ def run(
 
 def start(config: Config, node: Node, screen: Screen) -> tuple[Any, int, str | None]:
     """Start Ray and load the tokenizer, one beside the other; gives (tokenizer, longest input, dashboard)."""
-    from raytrain_bert import runtime
-
     address = runtime.cluster_address(config.scaling)
     screen.phase(f"joining the Ray cluster at {address}" if address else "starting Ray")
     with ThreadPoolExecutor(1) as pool:

@@ -17,6 +17,7 @@ LAYERS = [
      "model_card"},
     {"job"},
     {"command", "loop", "inference"},
+    {"worker"},
     {"driver"},
     {"train", "predict"},
     {"cli"},
@@ -57,7 +58,7 @@ def test_imports_point_down_only(module: str) -> None:
         assert LAYER_OF[other] < LAYER_OF[here], f"{module} ({here}) imports {other}"
 
 
-LIGHT = ["train", "cli", "predict", "job", "driver", "command", "config.load", "progress.screen"]
+LIGHT = ["train", "cli", "predict", "job", "worker", "driver", "command", "config.load", "progress.screen"]
 
 
 @pytest.mark.parametrize("module", LIGHT)
