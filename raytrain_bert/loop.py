@@ -85,7 +85,7 @@ def train(job: Job) -> dict[str, Any]:
     """Train, choose the best, test it and write it; every rank gets the same result."""
     if parallel.rank_and_world_size()[0] == 0:
         job.board.post([{"event": "phase", "text": "loading the model"}])
-    parts = build_parts(job, *load_rows())
+    parts = build_parts(job, device_of(job), *load_rows())
     progress = restore(parts)
     try:
         while progress.epoch < parts.config.train.num_epochs and not progress.stopped_early:
@@ -98,12 +98,22 @@ def train(job: Job) -> dict[str, Any]:
         job.board.flush()
 
 
-def build_parts(job: Job, rows: TokenRows, splits: dict[str, NDArray[np.int64]]) -> Parts:
+def device_of(job: Job) -> torch.device:
+    """The one device of this worker; Ray lets all workers of a node see all its GPUs."""
+    if not job.use_gpu:
+        return torch.device("cpu")
+    from ray.train.torch import get_device
+
+    device: torch.device = get_device()
+    torch.cuda.set_device(device)
+    return device
+
+
+def build_parts(job: Job, device: torch.device, rows: TokenRows, splits: dict[str, NDArray[np.int64]]) -> Parts:
     """Load model and optimizer on this rank."""
     config = job.config
     torch.set_num_threads(job.threads)
     rank, world_size = parallel.rank_and_world_size()
-    device = torch.device(f"cuda:{torch.cuda.current_device()}" if job.use_gpu else "cpu")
     tokenizer = load_tokenizer(config.model)
     module = build_model(config.model, job.label_names, seed=config.train.seed)
     model = parallel.parallelize(module, device, compile_model=config.model.compile)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -58,6 +59,32 @@ def test_the_head_may_have_a_learning_rate_of_its_own(model: nn.Module) -> None:
     got = rates(model, OptimConfig(learning_rate=1.0, head_learning_rate=7.0))
     assert got["classifier.weight"][0] == 7.0
     assert {rate for name, (rate, _) in got.items() if "layer." in name} == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "head"),
+    [
+        ("bert", {"classifier"}),  # bert.pooler is pretrained
+        ("distilbert", {"pre_classifier", "classifier"}),
+        ("roberta", {"classifier"}),
+        ("modernbert", {"head", "classifier"}),  # model.final_norm is pretrained
+        ("deberta-v2", {"pooler", "classifier"}),  # its pooler is new
+    ],
+)
+@pytest.mark.parametrize("pooling", ["native", "mean"])
+def test_the_heads_rate_is_for_new_weights_only(
+    tmp_path: Path, architecture: str, head: set[str], pooling: str
+) -> None:
+    settings = ModelConfig.model_validate({"name": str(tiny_model(tmp_path, architecture)), "pooling": pooling})
+    model = build_model(settings, ("a", "b"), seed=0)
+    got = rates(model, OptimConfig(learning_rate=1.0, head_learning_rate=7.0))
+    assert {rate for rate, _ in got.values()} == {1.0, 7.0}
+    own = {name.partition(".")[0] for name, (rate, _) in got.items() if rate == 7.0}
+    assert own == (head if pooling == "native" else {"classifier"})
+    groups = build_optimizer(
+        model.named_parameters(), parameter_depth(model), OptimConfig(learning_rate=1.0, head_learning_rate=7.0)
+    ).param_groups
+    assert groups[0]["lr"] == 7.0
 
 
 def test_frozen_parameters_are_left_out() -> None:
