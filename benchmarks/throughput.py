@@ -32,6 +32,7 @@ def main() -> None:
     flags = [
         *("--data.max-length", "128", "--data.validation-fraction", "0.35", "--data.test-fraction", "0.35"),
         *("--model.pooling", "native", "--model.dropout", "0.1", "--train.num-epochs", "1"),
+        *("--train.precision", "fp32", "--train.tokens-per-micro-batch", "4096"),
         *("--scaling.num-workers", str(arguments.workers), "--scaling.cpus-per-worker", str(arguments.threads)),
     ]
     with tempfile.TemporaryDirectory() as scratch:
@@ -55,7 +56,6 @@ def write_batches(flags: list[str], workers: int, path: Path) -> str:
     from raytrain_bert.batching.collate import TokenRows
     from raytrain_bert.command import parse_command
     from raytrain_bert.data.prepare import prepare_data
-    from raytrain_bert.loop import TOKENS_PER_MICRO_BATCH
     from raytrain_bert.model.build import load_tokenizer, resolve_model
 
     config = parse_command("train", "", flags).config
@@ -69,7 +69,7 @@ def write_batches(flags: list[str], workers: int, path: Path) -> str:
     batches = plan.global_batches(lengths, global_batch_size=config.train.global_batch_size, seed=0, epoch=0)
     for step, batch in enumerate(batches):
         for rank, share in enumerate(plan.deal(batch, lengths, workers)):
-            for micro_batch in plan.micro_batches(share, lengths, TOKENS_PER_MICRO_BATCH["cpu"]):
+            for micro_batch in plan.micro_batches(share, lengths, config.train.tokens_per_micro_batch or 4096):
                 table["step"].append(step)
                 table["rank"].append(rank)
                 table["input_ids"].append([ids.tolist() for ids in rows.tokens(train[micro_batch])])

@@ -41,8 +41,10 @@ class Progress:
     """Epochs done at the best validation; a fraction within an epoch."""
     best_step: int | None = None
     """Step of the best checkpoint."""
+    reference_score: float | None = None
+    """Score that early stopping compares with: the last one that was better by the asked margin."""
     stale_validations: int = 0
-    """Validations since the best."""
+    """Validations since then."""
     validated_step: int | None = None
     """Step of the last validation."""
     stopped_early: bool = False
@@ -115,7 +117,7 @@ class CheckpointStore:
         """Remove all but the best, the last and the newest `num_to_keep` others."""
         kept = {progress.step, progress.best_step}
         others = [step for step in self.steps() if step not in kept]
-        for step in others[: len(others) - self.num_to_keep]:
+        for step in others[: max(0, len(others) - self.num_to_keep)]:
             shutil.rmtree(self.path(step), ignore_errors=True)
 
 

@@ -143,7 +143,7 @@ class Watch:
         if kind == "ready":
             self.ready = True
             self.seconds["start-up"] = time.monotonic() - self.started
-        elif kind == "resumed":
+        elif kind == "started":
             self.folder.cut_metrics(event["step"])
         elif kind == "steps":
             self.seconds["training"] += seconds

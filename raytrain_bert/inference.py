@@ -34,7 +34,7 @@ class Classifier:
         self.names = [model.config.id2label[index] for index in range(model.config.num_labels)]
 
     @classmethod
-    def load(cls, folder: str | Path) -> Classifier:
+    def load(cls, folder: str | Path, *, trust_remote_code: bool = False) -> Classifier:
         """Load RUN or RUN/model; on the first GPU where there is one.
 
         Raises:
@@ -47,8 +47,9 @@ class Classifier:
         if not (path / "config.json").is_file():
             raise RunFolderError(f"{path} holds no model: give a finished run's folder or a Hugging Face model folder.")
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        model: Any = load_model(path)
-        return cls(model.to(device), AutoTokenizer.from_pretrained(path))
+        model: Any = load_model(path, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        return cls(model.to(device), tokenizer)
 
     @torch.no_grad()
     def logits(self, texts: Sequence[str], pairs: Sequence[str] | None = None) -> NDArray[np.float32]:

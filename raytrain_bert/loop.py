@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import socket
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from raytrain_bert import parallel, runtime
 from raytrain_bert.batching import plan
 from raytrain_bert.batching.collate import MicroBatch, TokenRows, collate
 from raytrain_bert.checkpoint import CheckpointStore, Progress, training_tensors
+from raytrain_bert.config.errors import ResourceError, RunFolderError
 from raytrain_bert.config.schema import Config
 from raytrain_bert.data.split import SPLITS
 from raytrain_bert.job import DATASET, Job
@@ -85,6 +87,11 @@ def train(job: Job) -> dict[str, Any]:
     """Train, choose the best, test it and write it; every rank gets the same result."""
     if parallel.rank_and_world_size()[0] == 0:
         job.board.post([{"event": "phase", "text": "loading the model"}])
+    if not (Path(job.run_folder) / "run.json").is_file():
+        raise RunFolderError(
+            f"{socket.gethostname()} does not see the run folder {job.run_folder}. "
+            "All nodes need the same folder: set --output.storage-path to a shared one."
+        )
     parts = build_parts(job, device_of(job), *load_rows())
     progress = restore(parts)
     try:
@@ -94,6 +101,12 @@ def train(job: Job) -> dict[str, Any]:
         return finish(parts, progress)
     except Interrupted:
         return {"status": "interrupted", "step": progress.step}
+    except torch.OutOfMemoryError as error:
+        raise ResourceError(
+            f"{parts.device} of {socket.gethostname()} is out of memory with micro batches of up to "
+            f"{parts.tokens_per_micro_batch:,} tokens and inputs of up to {job.max_length}. Lower "
+            "--train.tokens-per-micro-batch or --data.max-length, or set --model.gradient-checkpointing."
+        ) from error
     finally:
         job.board.flush()
 
@@ -174,17 +187,18 @@ def post_ready(parts: Parts) -> None:
         tokens_per_micro_batch=parts.tokens_per_micro_batch,
         steps_per_epoch=parts.steps_per_epoch,
         total_steps=parts.total_steps,
+        global_batch_size=parts.config.train.global_batch_size,
     )
 
 
 def restore(parts: Parts) -> Progress:
     """Go on from the newest checkpoint of the run folder, if there is one."""
     step = parallel.broadcast(parts.store.latest())
+    parts.post("started", step=step or 0)
     if step is None:
         return Progress()
     parts.store.load(step, training_tensors(parts.module, parts.optimizer, parts.scaler))
     set_schedule_step(parts.schedule, step)
-    parts.post("resumed", step=step)
     return parts.store.read_progress(step)
 
 
@@ -224,12 +238,16 @@ def train_epoch(parts: Parts, progress: Progress) -> None:
             log.flush()
         if last:
             break  # the caller validates, saves and looks for a stop
-        if is_due(config.train.validate_every_steps, progress.step):
+        validation_is_due = is_due(config.train.validate_every_steps, progress.step)
+        if not (validation_is_due or log.stop_requested or is_due(config.checkpoint.every_steps, progress.step)):
+            continue
+        log.flush()
+        if validation_is_due:
             validate_and_save(parts, progress)
             parts.module.train()
             if progress.stopped_early:
                 return
-        elif log.stop_requested or is_due(config.checkpoint.every_steps, progress.step):
+        else:
             save(parts, progress)
         if log.stop_requested:
             raise Interrupted
@@ -316,9 +334,9 @@ class StepLog:
         return len(self.steps) >= self.every
 
     def restart_clock(self) -> None:
-        """Leave out the time since the last exchange if no step fell into it: a validation or a checkpoint."""
-        if not self.steps:
-            self.started = time.monotonic()
+        """Leave out the time since the last exchange: a validation or a checkpoint fell into it."""
+        assert not self.steps, "flushed before"
+        self.started = time.monotonic()
 
     def flush(self) -> None:
         """Sum over the ranks, post, and learn whether a stop is wanted."""
@@ -347,8 +365,11 @@ class StepLog:
 
 
 @torch.no_grad()
-def evaluate(parts: Parts, split: str) -> dict[str, Any]:
-    """Scores over every row of a split, each counted once over all ranks; the same on every rank."""
+def evaluate(parts: Parts, split: str) -> tuple[dict[str, Any], Tensor]:
+    """Scores over every row of a split, each counted once over all ranks, and the confusion matrix.
+
+    The same on every rank; the matrix is (classes, classes), true labels down, predicted ones across.
+    """
     parts.module.eval()
     metrics = EvaluationMetrics(len(parts.job.label_names), parts.device)
     positions = parts.splits[split]
@@ -370,7 +391,7 @@ def evaluate(parts: Parts, split: str) -> dict[str, Any]:
             parts.post("evaluating", split=split, rows_done=estimate, rows=len(positions))
     scores = metrics.compute()
     assert scores["rows_seen"] == len(positions), f"{split}: {scores['rows_seen']} of {len(positions)} rows counted"
-    return scores | {"rows": len(positions), "confusion": metrics.confusion().tolist()}
+    return scores | {"rows": len(positions)}, metrics.confusion()
 
 
 def validate_and_save(parts: Parts, progress: Progress) -> None:
@@ -380,18 +401,21 @@ def validate_and_save(parts: Parts, progress: Progress) -> None:
     config = parts.config.train
     if progress.validated_step != progress.step:
         start = time.monotonic()
-        scores = evaluate(parts, "validation")
+        scores, _ = evaluate(parts, "validation")
         score = parallel.broadcast(scores[config.best_metric])
-        is_best = is_better(config.best_metric, score, progress.best_score, config.early_stopping_min_delta)
+        is_best = is_better(config.best_metric, score, progress.best_score)
+        improved = is_better(config.best_metric, score, progress.reference_score, config.early_stopping_min_delta)
         epochs_done = progress.epoch + progress.step_in_epoch / parts.steps_per_epoch
         if is_best or progress.best_step is None:  # a run whose every score is NaN still has a checkpoint to show
             progress.best_score = score if is_best else None
             progress.best_step, progress.best_epoch = progress.step, epochs_done
-        progress.stale_validations = 0 if is_best else progress.stale_validations + 1
+        if improved:
+            progress.reference_score = score
+        progress.stale_validations = 0 if improved else progress.stale_validations + 1
         progress.validated_step = progress.step
         patience = config.early_stopping_patience
         progress.stopped_early = patience is not None and progress.stale_validations >= patience
-        report = {key: finite_or_none(value) for key, value in scores.items() if key != "confusion"}
+        report = {key: finite_or_none(value) for key, value in scores.items()}
         parts.post(
             "validation",
             epoch=epochs_done,
@@ -407,6 +431,11 @@ def validate_and_save(parts: Parts, progress: Progress) -> None:
                 "stopped_early",
                 reason=f"{config.best_metric} has not been better for {patience} validations",
             )
+    stop_if_asked(parts)
+
+
+def stop_if_asked(parts: Parts) -> None:
+    """Stop here on every rank if the user asked for it; what there is to save is saved."""
     if parallel.broadcast(parts.rank == 0 and parts.job.board.stop_requested()):
         raise Interrupted
 
@@ -421,6 +450,7 @@ def save(parts: Parts, progress: Progress, scores: dict[str, Any] | None = None)
 def finish(parts: Parts, progress: Progress) -> dict[str, Any]:
     """Load the best weights, test them, and write them as a Hugging Face folder."""
     assert progress.best_step is not None, "every finished run has validated"
+    stop_if_asked(parts)
     parts.store.load(progress.best_step, training_tensors(parts.module, None, None))
     result: dict[str, Any] = {
         "status": "finished",
@@ -436,9 +466,9 @@ def finish(parts: Parts, progress: Progress) -> dict[str, Any]:
     if len(parts.splits["test"]):
         parts.post("phase", text="testing the best checkpoint")
         start = time.monotonic()
-        tested = evaluate(parts, "test")
-        scores = {key: finite_or_none(value) for key, value in tested.items() if key != "confusion"}
-        result["test"] = scores | {"confusion": tested["confusion"]}
+        tested, confusion = evaluate(parts, "test")
+        scores = {key: finite_or_none(value) for key, value in tested.items()}
+        result |= {"test": scores, "confusion": confusion.tolist()}
         seconds = time.monotonic() - start
         parts.post("test", epoch=progress.best_epoch, step=progress.best_step, scores=scores, seconds=seconds)
     if parts.rank == 0:

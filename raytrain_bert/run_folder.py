@@ -9,8 +9,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
-from datetime import datetime, timezone
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -31,18 +31,19 @@ class RunFolder:
         self.log_path = path / "logs" / "ray.log"
         self.error_path = path / "logs" / "error.txt"
         self.model_path = path / "model"
-        self.checkpoints_path = path / "checkpoints"
+        self.replaced_path = path.with_name(f".{path.name}.replaced")
+        """Where the run that is written over waits until the new one has begun to train."""
 
     @classmethod
     def for_new_run(cls, storage_path: str, name: str, *, overwrite: bool) -> RunFolder:
-        """The folder of a new run, not made yet; a used one is refused unless `overwrite`, which empties it.
+        """The folder of a new run, not made yet; a used one is refused unless it may be written over.
 
         Raises:
             RunFolderError: the folder is used.
         """
         if "://" in storage_path:
             raise ConfigError(f"output.storage_path {storage_path}: give a local or shared folder, not a URI.")
-        if Path(name).name != name:
+        if Path(name).name != name or name == "..":
             raise ConfigError(f"output.name {name!r}: a plain name is needed; the folder goes to output.storage_path.")
         folder = cls(Path(storage_path).expanduser().resolve() / name)
         if folder.path.exists() and (not folder.path.is_dir() or any(folder.path.iterdir())):
@@ -55,7 +56,6 @@ class RunFolder:
                     else f"{folder.path} holds something that is no run of ours. Choose another --output.name."
                 )
             folder.refuse_running()
-            shutil.rmtree(folder.path)
         return folder
 
     @classmethod
@@ -73,14 +73,35 @@ class RunFolder:
         folder.refuse_running()
         return folder
 
-    def create(self, config_yaml: str) -> None:
-        """Make the folder of a new run."""
-        self.log_path.parent.mkdir(parents=True)
-        self.config_path.write_text(config_yaml, encoding="utf-8")
+    def create(self, config_yaml: str, **fields: Any) -> None:
+        """Make the folder of a new run, with the fields of its run.json; what is written over is put aside.
 
-    def remove(self) -> None:
-        """Take away the folder of a run that never began to train."""
+        Raises:
+            RunFolderError: another run made it at the same moment.
+        """
+        if self.path.exists() and any(self.path.iterdir()):
+            if self.replaced_path.exists():  # the last attempt to write over it died: what it put aside still counts
+                shutil.rmtree(self.path)
+            else:
+                os.replace(self.path, self.replaced_path)
+        try:
+            self.path.mkdir(parents=True, exist_ok=self.path.exists() and not any(self.path.iterdir()))
+        except FileExistsError:
+            raise RunFolderError(f"{self.path} was made by another run just now. Try again.") from None
+        self.log_path.parent.mkdir()
+        self.config_path.write_text(config_yaml, encoding="utf-8")
+        self.update(status="preparing", **fields)
+
+    def give_up(self) -> None:
+        """Take away the folder of a run that never began to train; what it was to write over comes back."""
         shutil.rmtree(self.path, ignore_errors=True)
+        if self.replaced_path.exists():
+            os.replace(self.replaced_path, self.path)
+
+    def begin(self, **fields: Any) -> None:
+        """Training begins: set fields of run.json; what was put aside goes."""
+        self.update(status="running", **fields)
+        shutil.rmtree(self.replaced_path, ignore_errors=True)
 
     def state(self) -> dict[str, Any]:
         """What run.json holds."""
@@ -98,6 +119,12 @@ class RunFolder:
         text = json.dumps(self.state() | fields, indent=1, allow_nan=False, ensure_ascii=False)
         temporary.write_text(text + "\n", encoding="utf-8")
         os.replace(temporary, self.state_path)
+
+    def write_confusion(self, labels: Sequence[str], matrix: Sequence[Sequence[int]]) -> None:
+        """Write the test's confusion matrix, a line for each true label."""
+        rows = ",\n  ".join(json.dumps(list(row)) for row in matrix)
+        text = f'{{"labels": {json.dumps(list(labels), ensure_ascii=False)},\n "matrix": [\n  {rows}\n ]}}\n'
+        (self.path / "confusion.json").write_text(text, encoding="utf-8")
 
     def append_metrics(self, lines: Iterable[str]) -> None:
         """Add lines to metrics.jsonl."""
@@ -123,7 +150,7 @@ class RunFolder:
         """Refuse a folder whose run is alive on this machine."""
         state = self.state()
         pid = state.get("pid")
-        if state.get("status") != "running" or state.get("host") != socket.gethostname() or not pid:
+        if state.get("status") not in ("preparing", "running") or state.get("host") != socket.gethostname() or not pid:
             return
         try:
             os.kill(pid, 0)
@@ -149,7 +176,7 @@ def provenance(command: list[str]) -> dict[str, Any]:
 
 def now() -> str:
     """The time, as ISO 8601 in UTC."""
-    return datetime.fromtimestamp(time.time(), timezone.utc).isoformat(timespec="seconds")
+    return datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="seconds")
 
 
 def _version(package: str) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 import tempfile
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from raytrain_bert import command, runtime
 from raytrain_bert.config.errors import ConfigError, DataError, UserError
-from raytrain_bert.config.load import dump_yaml
+from raytrain_bert.config.load import dump_yaml, with_absolute_paths
 from raytrain_bert.config.schema import Config
 from raytrain_bert.driver import Watch, fit
 from raytrain_bert.job import Job
@@ -65,7 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             else:
                 name = output.name or f"{data_name(call.config)}-{datetime.now():%Y%m%d-%H%M%S}"
                 folder = RunFolder.for_new_run(output.storage_path, name, overwrite=call.overwrite)
-            return run(call.config, folder, screen, streams, started=started, resumed=resumed, words=words)
+            return run(
+                with_absolute_paths(call.config), folder, screen, streams, started=started, resumed=resumed, words=words
+            )
 
         def error_path() -> Path | None:
             return folder.error_path if folder is not None and folder.path.is_dir() else None
@@ -76,8 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def data_name(config: Config) -> str:
     """A short name of the training data, for the run folder."""
     first = config.data.train[0]
-    name = Path(first.partition(":")[2] if first.startswith(("bundled:", "hf:")) else first).name
-    return name.partition(".")[0] or "run"
+    name = Path(first.partition(":")[2] if first.startswith(("bundled:", "hf:")) else first.rstrip("/*")).name
+    return re.sub(r"[^\w-]+", "-", name.partition(".")[0]).strip("-") or "run"
 
 
 def run(
@@ -109,25 +112,35 @@ def run(
     local = runtime.cluster_address(config.scaling) is None
     if local:  # refused before anything is started
         runtime.plan_workers(config.scaling, [node])
-    if not resumed:
-        folder.create(dump_yaml(config))
+    attempt = provenance(["raytrain-bert", "train", *words])
+    if resumed:
+        earlier = folder.state().get("resumed", [])
+        folder.update(status="preparing", host=attempt["host"], pid=attempt["pid"], resumed=[*earlier, attempt])
+    else:
+        folder.create(dump_yaml(config), **attempt)
     streams.redirect_to(folder.log_path)
     try:
         tokenizer, longest, dashboard = start(config, node, screen)
-        workers = runtime.plan_workers(config.scaling, [node] if local else runtime.cluster_nodes())
+        in_this_process = config.scaling.num_workers == 0
+        workers = runtime.plan_workers(config.scaling, [node] if local or in_this_process else runtime.cluster_nodes())
+        if config.train.precision == "fp16":
+            runtime.choose_precision("fp16", "cuda" if workers.use_gpu else "cpu")
         data = prepare(config, tokenizer, longest, screen)
-        if resumed and folder.state()["data_fingerprint"] != data.fingerprint:
+        if folder.state().get("data_fingerprint", data.fingerprint) != data.fingerprint:
             raise DataError(
                 f"The data has changed since the run in {folder.path} began; it cannot go on with other rows."
             )
     except (UserError, KeyboardInterrupt):
-        if not resumed:
-            folder.remove()
+        if resumed:
+            folder.update(status="interrupted")
+        else:
+            folder.give_up()
+        raise
+    except BaseException:
+        folder.update(status="failed", ended=now())
         raise
     show_facts(screen, data, folder, dashboard)
-    folder.update(
-        **provenance(["raytrain-bert", "train", *words]),
-        status="running",
+    folder.begin(
         labels=list(data.labels.names),
         rows=data.num_rows,
         data_fingerprint=data.fingerprint,
@@ -230,6 +243,8 @@ def report(
             )
         )
         return command.INTERRUPTED
+    if "confusion" in result:
+        folder.write_confusion(data.labels.names, result["confusion"])
     card = model_card(config, data.labels.names, data.num_rows, job.max_length, result)
     (folder.model_path / "README.md").write_text(card, encoding="utf-8")
     folder.update(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -91,7 +92,7 @@ def load_config(
     tree = _known_sections(tree, problems, str(config_path))
     for key, value in flags.items():
         section, _, name = key.partition(".")
-        tree.setdefault(section, {})[name] = None if value == "none" else value
+        tree.setdefault(section, {})[name] = None if value in ("none", ["none"]) else value
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
@@ -126,6 +127,29 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected sections ({', '.join(Config.model_fields)}), found {type(tree).__name__}.")
     return {str(key).replace("-", "_"): _underscored(value) for key, value in tree.items()}
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """The configuration with local paths that hold in any folder, so that a run can be resumed from anywhere."""
+
+    def absolute(path: str) -> str:
+        named = "://" in path or path.startswith(("bundled:", "hf:"))
+        return path if named else os.path.abspath(os.path.expanduser(path))
+
+    data: dict[str, Any] = {
+        name: [absolute(path) for path in paths]
+        for name in ("train", "validation", "test")
+        if (paths := getattr(config.data, name)) is not None
+    }
+    if config.data.cache_dir is not None:
+        data["cache_dir"] = absolute(config.data.cache_dir)
+    sections: dict[str, Any] = {
+        "data": config.data.model_copy(update=data),
+        "output": config.output.model_copy(update={"storage_path": absolute(config.output.storage_path)}),
+    }
+    if Path(config.model.name).expanduser().is_dir():
+        sections["model"] = config.model.model_copy(update={"name": absolute(config.model.name)})
+    return config.model_copy(update=sections)
 
 
 def dump_yaml(config: Config) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 BUNDLED_DATA = "bundled:bbc_news"
 BUNDLED_MODEL = "bundled:all-minilm-l6-v2"
@@ -15,13 +16,21 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-Paths = Annotated[list[str], BeforeValidator(_as_list), Field(min_length=1)]
+def _without_credentials(paths: list[str]) -> list[str]:
+    """A path is stored with the run and shown: no place for a secret."""
+    for path in paths:
+        if re.search(r"://[^/@]*:[^/@]*@|[?&][^=]*(secret|token|password)[^=]*=", path, re.IGNORECASE):
+            raise ValueError("holds credentials, which would be stored; give them by the environment")
+    return paths
+
+
+Paths = Annotated[list[str], BeforeValidator(_as_list), Field(min_length=1), AfterValidator(_without_credentials)]
 
 
 class Settings(BaseModel):
     """Base of all settings: frozen, and unknown keys are refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
 
 class DataConfig(Settings):

@@ -352,7 +352,10 @@ def to_strings(column: pa.ChunkedArray) -> pa.ChunkedArray:
             ]
         )
     if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
-        column = column.cast(pa.large_binary())
+        try:
+            column = column.cast(pa.large_binary()).cast(pa.large_string())
+        except pa.ArrowInvalid:  # an image or the like beside the text: a column that nobody can choose
+            return pa.chunked_array([pa.nulls(len(column), pa.string())])
     text = column.cast(pa.large_string() if column.nbytes > 1 << 30 else pa.string())
     return pc.if_else(pc.equal(text, ""), pa.scalar(None, text.type), text)
 

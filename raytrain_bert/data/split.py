@@ -34,20 +34,21 @@ def stratified_split(
     for label in np.unique(group_label):
         # One generator per class: adding a class leaves the others' split as it was.
         rng = np.random.default_rng([seed, int(label)])
-        members = rng.permutation(np.flatnonzero(group_label == label))
+        members = np.flatnonzero(group_label == label)
+        # A text that is repeated more often than a split has room for stays in training: it would swamp the split.
+        room = min((share for share in fractions.values() if share > 0), default=1.0) * group_size[members].sum()
+        fits = group_size[members] <= max(room, 1.0)
+        members = np.concatenate([rng.permutation(members[fits]), members[~fits]])
         ends = np.cumsum(group_size[members])
         start = 0
         for position, (split, fraction) in enumerate(fractions.items()):
             if fraction <= 0:
                 continue
-            base = ends[start - 1] if start else 0
-            wanted = base + fraction * ends[-1]
+            wanted = (ends[start - 1] if start else 0) + fraction * ends[-1]
             stop = int(np.searchsorted(ends, wanted + 0.5, side="right"))
             must_leave = len(fractions) - position  # groups left for the splits to come and for training
-            if len(members) > len(fractions):
-                stop = min(max(stop, start + 1), len(members) - must_leave)
-            else:
-                stop = min(stop, max(start, len(members) - must_leave))
+            at_least = start + 1 if len(members) > len(fractions) else start
+            stop = max(start, min(max(stop, at_least), len(members) - must_leave, int(fits.sum())))
             group_split[members[start:stop]] = split
             start = stop
     assigned[:] = group_split[group]

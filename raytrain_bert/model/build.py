@@ -114,7 +114,7 @@ def build_model(settings: ModelConfig, label_names: Sequence[str], *, seed: int)
     return model
 
 
-def load_model(folder: str | Path) -> PreTrainedModel:
+def load_model(folder: str | Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """A classifier out of its folder, native or pooled head, in evaluation mode.
 
     Raises:
@@ -123,7 +123,11 @@ def load_model(folder: str | Path) -> PreTrainedModel:
     model: PreTrainedModel
     with _readable_errors(str(folder)), _quiet_transformers():
         model, loading = AutoModelForSequenceClassification.from_pretrained(
-            folder, use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True
+            folder,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            trust_remote_code=trust_remote_code,
         )
     _refuse_random_weights(str(folder), loading)
     model.eval()

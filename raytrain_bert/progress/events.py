@@ -32,12 +32,13 @@ class Ready(TypedDict):
     tokens_per_micro_batch: int
     steps_per_epoch: int
     total_steps: int
+    global_batch_size: int
 
 
-class Resumed(TypedDict):
-    """Training goes on after this many optimizer steps."""
+class Started(TypedDict):
+    """Training begins after this many optimizer steps, 0 for a new run."""
 
-    event: Literal["resumed"]
+    event: Literal["started"]
     step: int
 
 

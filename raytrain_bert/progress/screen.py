@@ -150,7 +150,7 @@ class Screen:
             "note": lambda event: self.note(event["text"]),
             "warning": lambda event: self.warning(event["text"]),
             "ready": self._on_ready,
-            "resumed": lambda event: self.note(f"going on after step {event['step']:,}"),
+            "started": lambda event: self.note(f"going on after step {event['step']:,}") if event["step"] else None,
             "steps": self._on_steps,
             "evaluating": self._on_evaluating,
             "validation": self._on_validation,
@@ -200,6 +200,7 @@ class Screen:
             ("devices", devices),
             ("precision", event["precision"]),
             ("parameters", f"{amount(parameters)}, {share}"),
+            ("batch", f"{event['global_batch_size']:,} rows a step over all workers"),
             ("steps", f"{event['total_steps']:,}, {event['steps_per_epoch']:,} an epoch"),
         ]
         if self._verbose:

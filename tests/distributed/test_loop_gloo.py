@@ -59,7 +59,7 @@ def make_parts(config: Config, run_folder: Path) -> Any:
     split = table["split"].to_numpy()
     splits = {name: np.flatnonzero(split == number) for name, number in SPLITS.items()}
     job = Job(config, LABELS, 32, 1, False, str(run_folder), LocalBoard())
-    return build_parts(job, TokenRows(table), splits)
+    return build_parts(job, torch.device("cpu"), TokenRows(table), splits)
 
 
 def train_on_rank(rank: int, world_size: int, config: Config, run_folder: Path) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def train_on_rank(rank: int, world_size: int, config: Config, run_folder: Path) 
     parts, progress = make_parts(config, run_folder), Progress()
     for _ in range(EPOCHS):
         train_epoch(parts, progress)
-    scores = evaluate(parts, "validation")
+    scores, _ = evaluate(parts, "validation")
     records = [r for e in parts.job.board.take() if e["event"] == "steps" for r in e["records"]]
     weights = {name: tensor.numpy() for name, tensor in parts.module.state_dict().items()}
     return {"records": records, "weights": weights, "scores": scores}

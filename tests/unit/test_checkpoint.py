@@ -49,12 +49,14 @@ def test_progress_comes_back(tmp_path: Path) -> None:
     assert store.read_progress(7) == progress
 
 
-def test_best_and_last_are_kept_and_as_many_others_as_asked(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, num_to_keep=1)
-    for step in range(1, 7):
+@pytest.mark.parametrize("num_to_keep", [0, 1, 3, 5])
+def test_best_and_last_are_kept_and_as_many_others_as_asked(tmp_path: Path, num_to_keep: int) -> None:
+    store = CheckpointStore(tmp_path, num_to_keep)
+    for step in range(1, 11):
         store.save({"x": torch.ones(2)}, Progress(step=step, best_step=min(step, 2)))
-    assert store.steps() == [2, 5, 6]
-    assert store.latest() == 6
+    newest_others = [step for step in range(1, 10) if step != 2][8 - num_to_keep :]
+    assert store.steps() == sorted({2, 10, *newest_others})
+    assert store.latest() == 10
 
 
 def test_a_half_written_checkpoint_does_not_count(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import yaml
 
 from raytrain_bert.command import parse_command
 from raytrain_bert.config.errors import ConfigError
-from raytrain_bert.config.load import dump_yaml, flag_of, load_config, settings_of
+from raytrain_bert.config.load import dump_yaml, flag_of, load_config, settings_of, with_absolute_paths
 from raytrain_bert.config.schema import Config
 
 EXPERIMENTS = sorted((Path(__file__).parents[2] / "experiments").glob("*.yaml"))
@@ -91,6 +91,7 @@ def test_boolean_flags(words: list[str], expected: bool | None) -> None:
 
 def test_none_unsets_a_setting() -> None:
     assert parse("--optim.max-grad-norm", "none").optim.max_grad_norm is None
+    assert parse("--data.train", "x.csv", "--data.test", "none").data.test is None
 
 
 def test_every_setting_has_a_flag_and_a_description() -> None:
@@ -153,3 +154,28 @@ def test_every_folder_of_the_package_is_shipped() -> None:
     )
     folders = {path.parent.relative_to(root).as_posix() for path in (root / "raytrain_bert").rglob("*.py")}
     assert {name.replace(".", "/") for name in listed} == folders | {"raytrain_bert/experiments"}
+
+
+@pytest.mark.parametrize("uri", ["s3://key:secret@bucket/x.csv", "s3://bucket/x.csv?secret_key=abc"])
+def test_credentials_in_a_path_are_refused_and_not_repeated(uri: str) -> None:
+    with pytest.raises(ConfigError, match="credentials") as caught:
+        parse("--data.train", uri)
+    assert "secret@" not in str(caught.value)
+    assert "abc" not in str(caught.value)
+
+
+def test_infinity_is_refused() -> None:
+    with pytest.raises(ConfigError, match="finite"):
+        parse("--scaling.timeout-minutes", "inf")
+
+
+def test_paths_are_made_absolute_and_names_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()
+    words = ("--data.train", "x.csv", "--data.train", "hf:imdb", "--data.test", "s3://b/x.csv", "--model.name", "tiny")
+    config = with_absolute_paths(parse(*words))
+    assert config.data.train == [str(tmp_path / "x.csv"), "hf:imdb"]
+    assert config.data.test == ["s3://b/x.csv"]
+    assert config.model.name == str(tmp_path / "tiny")
+    assert config.output.storage_path == str(tmp_path / "runs")
+    assert with_absolute_paths(parse()).model.name == "bundled:all-minilm-l6-v2"

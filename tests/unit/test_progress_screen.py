@@ -58,6 +58,7 @@ def ready(**changes):
         "trainable_parameters": 22_713_000,
         "tokens_per_micro_batch": 4096,
         "steps_per_epoch": 10,
+        "global_batch_size": 32,
         "total_steps": 20,
         **changes,
     }
@@ -149,6 +150,7 @@ loading the model ...
 devices       CPU, 2 workers, 1 thread each
 precision     fp32
 parameters    22.7M, all trained
+batch         32 rows a step over all workers
 steps         20, 10 an epoch
 epoch 1/2  step 1/20  5 %  loss 0.5000  16 rows/s  475 tokens/s  padding 5 %
 epoch 1/2  step 6/20  30 %  loss 0.5000  16 rows/s  475 tokens/s  padding 5 %  28 s left
@@ -376,7 +378,7 @@ def test_validation_lines_of_a_run_have_the_same_columns(clock, terminal):
 def test_closing_of_a_resumed_run_shows_the_best_of_before(clock):
     file = io.StringIO()
     screen = Screen(file, clock=clock)
-    screen.handle({"event": "resumed", "step": 10})
+    screen.handle({"event": "started", "step": 10})
     screen.handle(validation(2.0, 20, is_best=False))
     screen.closing(
         Summary("runs/a", best={"epoch": 1.0, "step": 10, "metric": "accuracy", "score": 0.99}, test={"accuracy": None})

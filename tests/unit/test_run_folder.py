@@ -20,12 +20,53 @@ def make(tmp_path: Path, **state: object) -> RunFolder:
     return folder
 
 
-def test_a_used_folder_is_refused_and_overwrite_empties_it(tmp_path: Path) -> None:
-    folder = make(tmp_path, status="interrupted")
+def test_a_used_folder_is_refused(tmp_path: Path) -> None:
+    make(tmp_path, status="interrupted")
     with pytest.raises(RunFolderError, match=r"--resume .* --overwrite"):
         RunFolder.for_new_run(str(tmp_path), "run", overwrite=False)
-    RunFolder.for_new_run(str(tmp_path), "run", overwrite=True)
-    assert not folder.path.exists()
+
+
+def test_what_is_written_over_goes_when_training_begins(tmp_path: Path) -> None:
+    make(tmp_path, status="finished").model_path.mkdir()
+    folder = RunFolder.for_new_run(str(tmp_path), "run", overwrite=True)
+    folder.create("train: {}\n")
+    assert not folder.model_path.exists()
+    folder.begin()
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert folder.state()["status"] == "running"
+
+
+def test_what_is_written_over_comes_back_if_the_new_run_never_trains(tmp_path: Path) -> None:
+    old = make(tmp_path, status="finished")
+    old.model_path.mkdir()
+    folder = RunFolder.for_new_run(str(tmp_path), "run", overwrite=True)
+    folder.create("train: {}\n")
+    folder.give_up()
+    assert old.model_path.is_dir()
+    assert old.state()["status"] == "finished"
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_run_that_died_while_it_prepared_can_be_written_over_without_loss(tmp_path: Path) -> None:
+    old = make(tmp_path, status="finished")
+    old.model_path.mkdir()
+    RunFolder.for_new_run(str(tmp_path), "run", overwrite=True).create("train: {}\n")  # and it dies
+    again = RunFolder.for_new_run(str(tmp_path), "run", overwrite=True)
+    again.create("train: {}\n")
+    again.give_up()
+    assert old.model_path.is_dir()
+
+
+def test_a_folder_that_is_new_is_gone_after_giving_up(tmp_path: Path) -> None:
+    make(tmp_path).give_up()
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_confusion_matrix_is_json(tmp_path: Path) -> None:
+    folder = make(tmp_path)
+    folder.write_confusion(["a", "b"], [[1, 2], [3, 4]])
+    content = json.loads((folder.path / "confusion.json").read_text())
+    assert content == {"labels": ["a", "b"], "matrix": [[1, 2], [3, 4]]}
 
 
 def test_overwrite_never_empties_a_folder_that_is_no_run(tmp_path: Path) -> None:
@@ -36,7 +77,7 @@ def test_overwrite_never_empties_a_folder_that_is_no_run(tmp_path: Path) -> None
     assert (tmp_path / "run" / "thesis.tex").exists()
 
 
-@pytest.mark.parametrize("name", ["../x", "a/b"])
+@pytest.mark.parametrize("name", ["../x", "a/b", "..", "."])
 def test_a_name_cannot_leave_the_storage_path(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError):
         RunFolder.for_new_run(str(tmp_path), name, overwrite=False)

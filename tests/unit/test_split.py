@@ -46,3 +46,22 @@ def test_a_class_of_one_row_stays_in_training() -> None:
     labels = np.array([0] * 30 + [1])
     split = stratified_split(labels, np.arange(31), FRACTIONS, 0)
     assert split[30] == TRAIN
+
+
+def test_a_text_repeated_too_often_stays_in_training() -> None:
+    labels, groups = np.zeros(100, int), np.array([0] * 45 + list(range(1, 56)))
+    for seed in range(20):
+        split = stratified_split(labels, groups, FRACTIONS, seed)
+        assert (split[:45] == TRAIN).all()
+        assert 9 <= (split == VALIDATION).sum() <= 11
+        assert 9 <= (split == TEST).sum() <= 11
+
+
+def test_splits_of_repeated_texts_keep_near_their_share() -> None:
+    groups = np.concatenate([np.zeros(60, int), np.arange(1, 341)])
+    labels = np.arange(400) % 2
+    labels[:60] = 0
+    for seed in range(50):
+        split = stratified_split(labels, groups, FRACTIONS, seed)
+        assert 35 <= (split == VALIDATION).sum() <= 45
+        assert 35 <= (split == TEST).sum() <= 45
