@@ -31,6 +31,7 @@ from raytrain_bert.metrics import EvaluationMetrics, is_better
 from raytrain_bert.model.build import accepts_token_types, build_model, load_tokenizer, save_model
 from raytrain_bert.model.layers import parameter_depth
 from raytrain_bert.optim import build_optimizer, build_schedule
+from raytrain_bert.step_log import StepLog
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 TOKENS_PER_MICRO_BATCH = {"cpu": 4096, "cuda": 16384}
@@ -217,7 +218,13 @@ def train_epoch(parts: Parts, progress: Progress) -> None:
     batches = plan.global_batches(
         lengths, global_batch_size=config.train.global_batch_size, seed=config.train.seed, epoch=progress.epoch
     )
-    log = StepLog(parts, config.train.log_every_steps or LOG_EVERY_STEPS[parts.device.type])
+    log = StepLog(
+        parts.job.board,
+        parts.rank,
+        parts.device,
+        every=config.train.log_every_steps or LOG_EVERY_STEPS[parts.device.type],
+        total_steps=parts.total_steps,
+    )
     parts.module.train()
     for batch in batches[progress.step_in_epoch :]:
         share = plan.deal(batch, lengths, parts.world_size)[parts.rank]
@@ -232,7 +239,7 @@ def train_epoch(parts: Parts, progress: Progress) -> None:
         loss_sum, grad_norm = train_step(parts, micro_batches, len(batch), progress.step, counted)
         progress.step += 1
         progress.step_in_epoch += 1
-        log.add(progress, loss_sum, grad_norm, learning_rate, micro_batches if counted else [])
+        log.add(progress.epoch, progress.step, loss_sum, grad_norm, learning_rate, micro_batches if counted else [])
         last = progress.step_in_epoch == len(batches)
         if log.is_due() or last:
             log.flush()
@@ -295,73 +302,6 @@ def seed_dropout(seed: int, step: int, rank: int) -> None:
 def is_due(every: int | None, step: int) -> bool:
     """Whether something that happens every so many steps happens after this one."""
     return every is not None and step % every == 0
-
-
-class StepLog:
-    """Per-step figures, summed over the ranks a few steps at a time and posted by rank 0.
-
-    The exchange also carries the wish to stop, so that every rank learns of it at the same step.
-    """
-
-    def __init__(self, parts: Parts, every: int) -> None:
-        self.parts, self.every = parts, every
-        self.sums: list[Tensor] = []
-        self.steps: list[dict[str, Any]] = []
-        self.norms: list[Tensor] = []
-        self.started = time.monotonic()
-        self.stop_requested = False
-
-    def add(
-        self,
-        progress: Progress,
-        loss_sum: Tensor,
-        grad_norm: Tensor,
-        learning_rate: float,
-        micro_batches: list[MicroBatch],
-    ) -> None:
-        """Note one step of this rank."""
-        counts = [
-            sum(len(b.rows) for b in micro_batches),
-            sum(b.num_tokens for b in micro_batches),
-            sum(b.num_padded_tokens for b in micro_batches),
-        ]
-        self.sums.append(torch.cat([loss_sum.reshape(1), loss_sum.new_tensor(counts)]))
-        self.norms.append(grad_norm.detach())
-        self.steps.append({"epoch": progress.epoch, "step": progress.step, "learning_rate": learning_rate})
-
-    def is_due(self) -> bool:
-        """Whether it is time for the exchange; the same answer on every rank."""
-        return len(self.steps) >= self.every
-
-    def restart_clock(self) -> None:
-        """Leave out the time since the last exchange: a validation or a checkpoint fell into it."""
-        assert not self.steps, "flushed before"
-        self.started = time.monotonic()
-
-    def flush(self) -> None:
-        """Sum over the ranks, post, and learn whether a stop is wanted."""
-        if not self.steps:
-            return
-        wants_stop = self.parts.rank == 0 and self.parts.job.board.stop_requested()
-        flag = torch.tensor([[float(wants_stop), 0, 0, 0]], dtype=torch.float64, device=self.parts.device)
-        sums = parallel.sum_over_ranks(torch.cat([torch.stack(self.sums), flag])).tolist()
-        self.stop_requested = sums.pop()[0] > 0
-        norms = torch.stack(self.norms).tolist()
-        now = time.monotonic()
-        records = [
-            {
-                **step,
-                "loss": loss / rows if rows else math.nan,
-                "grad_norm": norm,
-                "rows": int(rows),
-                "tokens": int(tokens),
-                "padded_tokens": int(padded),
-                "seconds": (now - self.started) / len(self.steps),
-            }
-            for step, norm, (loss, rows, tokens, padded) in zip(self.steps, norms, sums, strict=True)
-        ]
-        self.parts.post("steps", records=records, total_steps=self.parts.total_steps, seconds=now - self.started)
-        self.sums, self.steps, self.norms, self.started = [], [], [], now
 
 
 @torch.no_grad()

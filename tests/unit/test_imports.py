@@ -15,7 +15,7 @@ LAYERS = [
     {"config", "__init__"},
     {"runtime", "data", "batching", "model", "parallel", "optim", "metrics", "checkpoint", "progress", "run_folder",
      "model_card"},
-    {"job"},
+    {"job", "step_log"},
     {"command", "loop", "inference"},
     {"worker"},
     {"driver"},
