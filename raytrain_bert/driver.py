@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import signal
+import textwrap
 import threading
 import time
 from pathlib import Path
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 SECONDS_BETWEEN_LOOKS = 0.2
 SECONDS_OF_SILENCE = 30
+ERROR_LINE = re.compile(r"[\w.]*(Error|Exception)\w*: ")
+LONGEST_ESSENCE = 300
 
 
 def fit(
@@ -100,16 +104,31 @@ class Signals:
         self.received = signal.Signals(number).name
 
 
+class WorkersFailed(Exception):
+    """Workers raised or died: a line each. What Ray has to say is the cause of this error."""
+
+
 def cause(error: BaseException) -> BaseException:
-    """The worker's own error, where the user can fix it; else the error as Ray raised it."""
-    failures = list(getattr(error, "worker_failures", {}).values())
-    for failure in [error, *failures]:
+    """The worker's own error, where the user can fix it; else what went wrong on each worker, in short."""
+    failures: dict[int, BaseException] = getattr(error, "worker_failures", {})
+    for failure in [error, *failures.values()]:
         seen: BaseException | None = failure
         while seen is not None:
             if isinstance(seen, UserError):
                 return seen
             seen = getattr(seen, "cause", None) or seen.__cause__
-    return error
+    if not failures:
+        return error
+    failed = WorkersFailed("\n".join(f"worker {rank}: {essence(str(failures[rank]))}" for rank in sorted(failures)))
+    failed.__cause__ = error
+    return failed
+
+
+def essence(text: str) -> str:
+    """The line of a traceback, or of another account of a failure, that names the error."""
+    lines = [line for line in text.splitlines() if line.strip()] or ["no word of it"]
+    named = [line for line in lines if ERROR_LINE.match(line)]
+    return textwrap.shorten((named or lines)[-1], LONGEST_ESSENCE, placeholder=" ...")
 
 
 class Watch:
@@ -135,7 +154,8 @@ class Watch:
             self.last_news = time.monotonic()
         elif not self.ready and time.monotonic() - self.last_news > SECONDS_OF_SILENCE:
             self.last_news = time.monotonic()
-            self.screen.note(self.waiting())
+            if text := waiting_for_resources():
+                self.screen.note(text)
 
     def note(self, event: dict[str, Any]) -> None:
         """Keep count of times and tokens."""
@@ -170,15 +190,23 @@ class Watch:
             "padding": round(1 - self.tokens / self.padded_tokens, 4) if self.padded_tokens else None,
         }
 
-    def waiting(self) -> str:
-        """What is waited for, after a while without news."""
-        import ray
 
-        free = ray.available_resources()
-        return (
-            f"the workers are not up yet; still free in the cluster: {free.get('CPU', 0):g} CPUs, "
-            f"{free.get('GPU', 0):g} GPUs. Where other jobs hold what they need, wait or lower --scaling.num-workers."
-        )
+def waiting_for_resources() -> str | None:
+    """What the workers wait for; None when they have their places and are only loading."""
+    import ray
+    from ray.util import placement_group_table
+
+    asked = [group for group in placement_group_table().values() if group["state"] == "PENDING"]
+    if not asked:
+        return None
+    bundles = [bundle for group in asked for bundle in group["bundles"].values()]
+    wanted = " + ".join(", ".join(f"{amount:g} {name}" for name, amount in bundle.items()) for bundle in bundles)
+    free, total = ray.available_resources(), ray.cluster_resources()
+    there = ", ".join(f"{free.get(name, 0):g} of {total.get(name, 0):g} {name}" for name in ("CPU", "GPU"))
+    return (
+        f"waiting for room for the workers ({wanted}); free: {there}. "
+        "Other jobs hold the rest: wait for them, or lower --scaling.num-workers."
+    )
 
 
 def metric_lines(event: dict[str, Any]) -> list[dict[str, Any]]:
