@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from raytrain_bert.data.prepare import PreparedData
     from raytrain_bert.runtime import WorkerPlan
 
-SECONDS_BETWEEN_LOOKS = 0.2
+SECONDS_BETWEEN_LOOKS = 0.5
 SECONDS_OF_SILENCE = 30
 ERROR_LINE = re.compile(r"[\w.]*(Error|Exception)\w*: ")
 LONGEST_ESSENCE = 300
