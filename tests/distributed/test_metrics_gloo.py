@@ -76,5 +76,5 @@ def test_a_hang_ends_at_the_timeout(tmp_path: Path) -> None:
 
 def test_the_error_of_one_rank_is_raised(tmp_path: Path) -> None:
     # Rank 0 waits for rank 1, so it may be the first to fail: by the connection that breaks.
-    with pytest.raises(Exception, match="rank 1 gives up|Connection (reset|closed)"):
+    with pytest.raises(Exception, match=r"rank 1 gives up|Connection (reset|closed)"):
         run_gloo(fail_on_rank_1, 2, tmp_path)

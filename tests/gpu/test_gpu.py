@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.integration.running import Ended, metrics, run, state
+from tests.integration.running import ROOT, Ended, metrics, run, state
 from tests.reviews import reviews, write_csv
 from tests.tiny import tiny_bert
 
@@ -63,3 +63,13 @@ def test_two_gpus_give_the_losses_of_one_cpu(workshop: Path, on_cpu: list[float]
     ended = train(workshop, "two", more)
     assert "2 x " in ended.stdout
     assert losses(ended) == pytest.approx(on_cpu, rel=1e-3, abs=1e-3)
+
+
+@pytest.mark.skipif(GPUS < 2, reason="fewer than two CUDA devices")
+def test_the_readme_command_for_two_gpus(workshop: Path) -> None:
+    command = f"python -m raytrain_bert.train --config {ROOT}/experiments/two_gpus.yaml --data.train reviews.csv"
+    short = "--model.name tiny --data.labels none --data.max-length 64 --output.name readme"
+    ended = run(f"{command} {short}", workshop, gpus=True)
+    assert ended.returncode == 0, ended.told()
+    assert "2 x " in ended.stdout
+    assert state(ended.run_folder)["status"] == "finished"
