@@ -11,6 +11,7 @@ from raytrain_bert import __version__
 VERBS = {
     "train": "train a classifier on labelled text",
     "predict": "label new text with a trained model",
+    "drill": "kill a short training job in several ways and see what survives",
 }
 
 

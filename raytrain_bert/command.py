@@ -12,6 +12,7 @@ from pathlib import Path
 from raytrain_bert.config.errors import ConfigError, UserError
 from raytrain_bert.config.load import add_flags, load_config
 from raytrain_bert.config.schema import Config
+from raytrain_bert.faults import WorkerFault, WorkersFailed
 
 DONE, FAULT, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
 RESUMABLE_SECTIONS = ("scaling", "checkpoint")
@@ -87,7 +88,8 @@ def guard(
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
             kept = f"\nThe traceback is in {path}."
-        show_error("fault", f"{type(error).__name__}: {_first_lines(str(error))}{kept}")
+        name = "" if isinstance(error, (WorkerFault, WorkersFailed)) else f"{type(error).__name__}: "
+        show_error("fault", f"{name}{_first_lines(str(error))}{kept}")
         return FAULT
 
 

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import textwrap
 import threading
-import time
-from pathlib import Path
+from collections.abc import Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
 from raytrain_bert.config.errors import UserError
 from raytrain_bert.config.schema import Config
+from raytrain_bert.faults import GaveUp, PeerLate, PeerLost, WorkerFault, WorkersFailed, is_final
 from raytrain_bert.job import DATASET, Job
-from raytrain_bert.progress.board import DriverBoard
-from raytrain_bert.progress.events import to_json_line
-from raytrain_bert.progress.screen import Screen
+from raytrain_bert.progress.board import BoardClient, DriverBoard
 from raytrain_bert.run_folder import RunFolder
+from raytrain_bert.watch import Watch
 from raytrain_bert.worker import train_loop_per_worker
 
 if TYPE_CHECKING:
@@ -25,9 +25,15 @@ if TYPE_CHECKING:
     from raytrain_bert.runtime import WorkerPlan
 
 SECONDS_BETWEEN_LOOKS = 0.5
-SECONDS_OF_SILENCE = 30
+LOOKS_FOR_SIGNALS = 5
+"""A signal is noticed within SECONDS_BETWEEN_LOOKS / this."""
 ERROR_LINE = re.compile(r"[\w.]*(Error|Exception)\w*: ")
 LONGEST_ESSENCE = 300
+START_TIMEOUT_S = 15
+"""Elastic training: Ray counts on a node that is just gone for a while, and tries again after so long."""
+DEATHS = re.compile(
+    r"process has died|actor (is )?dead|died unexpectedly|node.*(died|dead|removed)|health ?check", re.I
+)
 
 
 def fit(
@@ -44,19 +50,32 @@ def fit(
     from ray.train.torch import TorchConfig, TorchTrainer
 
     per_worker = {"CPU": float(workers.cpus_per_worker)} | ({"GPU": 1.0} if workers.use_gpu else {})
+    timeout_s = round(config.scaling.timeout_minutes * 60)
+    # Later than the workers' own patience: their error names who is late.
+    os.environ.setdefault("RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S", str(timeout_s + 60))
+    if workers.min_workers is not None:
+        os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", str(START_TIMEOUT_S))
     trainer = TorchTrainer(
         cast(Any, train_loop_per_worker),
         train_loop_config={"job": job},
-        torch_config=TorchConfig(backend=workers.backend, timeout_s=round(config.scaling.timeout_minutes * 60)),
-        scaling_config=ray.train.ScalingConfig(
-            num_workers=workers.num_workers,
+        torch_config=TorchConfig(backend=workers.backend, timeout_s=timeout_s),
+        scaling_config=cast(Any, ray.train.ScalingConfig)(
+            num_workers=workers.num_workers
+            if workers.min_workers is None
+            else (workers.min_workers, workers.num_workers),
             use_gpu=workers.use_gpu,
             resources_per_worker=per_worker if workers.num_workers else None,
+            elastic_resize_monitor_interval_s=config.scaling.resize_check_seconds,
         ),
         datasets={DATASET: data.dataset},
         # Every worker sees all rows and takes those that the plan deals to its rank: splitting would drop some.
         dataset_config=ray.train.DataConfig(datasets_to_split=[]),
-        run_config=ray.train.RunConfig(name="ray_train", storage_path=str(folder.log_path.parent)),
+        run_config=ray.train.RunConfig(
+            name="ray_train",
+            storage_path=str(folder.log_path.parent),
+            failure_config=ray.train.FailureConfig(max_failures=config.scaling.max_failures),
+            callbacks=[failure_callback(job.board)] if workers.num_workers else None,
+        ),
     )
     outcome: list[Any] = []
 
@@ -68,19 +87,48 @@ def fit(
 
     thread = threading.Thread(target=work, name="ray-train-fit", daemon=True)
     asked = False
-    with Signals() as signals:
-        thread.start()
-        while thread.is_alive():
-            thread.join(SECONDS_BETWEEN_LOOKS)
+    try:
+        with Signals() as signals:
+            thread.start()
+            while thread.is_alive():
+                for _ in range(LOOKS_FOR_SIGNALS):
+                    thread.join(SECONDS_BETWEEN_LOOKS / LOOKS_FOR_SIGNALS)
+                    if signals.received and not asked:
+                        asked = True
+                        board.request_stop(signals.received)
+                        watch.screen.note(
+                            "stopping after this step and saving; once more stops at once, without saving"
+                        )
+                watch.take(board)
             watch.take(board)
-            if signals.received and not asked:
-                asked = True
-                board.request_stop(signals.received)
-                watch.screen.note("stopping after this step and saving; once more stops at once, without saving")
-        watch.take(board)
+    finally:
+        watch.close()
+        folder.remove_leftovers()
     if isinstance(outcome[0], BaseException):
-        raise cause(outcome[0])
+        watch.ask_who_lags(board)
+        raise cause(outcome[0], watch.lag)
     return outcome[0]  # type: ignore[no-any-return]
+
+
+def failure_callback(board: BoardClient) -> Any:
+    """What Ray's controller asks when workers fail: it ends the run at once where another try would fail too.
+
+    Ray's FailureConfig counts every failure alike; a wrong label would be trained on four times.
+    """
+    import ray.train
+
+    class EndAtFaults(ray.train.UserCallback):
+        def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+            """Called in the controller, with the errors by rank."""
+            failures = {rank: root_of(error) for rank, error in worker_exceptions.items()}
+            if any(is_final(error) for error in failures.values()):
+                raise GaveUp(failures)
+            gone = {rank: error for rank, error in failures.items() if not isinstance(error, PeerLost)}
+            reasons = {str(rank): told(error) for rank, error in (gone or failures).items()}
+            board.post([{"event": "lost", "reasons": reasons}])
+            board.flush()
+
+    return EndAtFaults()
 
 
 class Signals:
@@ -104,24 +152,65 @@ class Signals:
         self.received = signal.Signals(number).name
 
 
-class WorkersFailed(Exception):
-    """Workers raised or died: a line each. What Ray has to say is the cause of this error."""
+def stop_at_sigterm() -> None:
+    """Let SIGTERM do what Ctrl-C does, while there is nothing to save yet; Ray's own handler ends the process."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
-def cause(error: BaseException) -> BaseException:
-    """The worker's own error, where the user can fix it; else what went wrong on each worker, in short."""
-    failures: dict[int, BaseException] = getattr(error, "worker_failures", {})
-    for failure in [error, *failures.values()]:
-        seen: BaseException | None = failure
-        while seen is not None:
-            if isinstance(seen, UserError):
-                return seen
-            seen = getattr(seen, "cause", None) or seen.__cause__
+def root_of(error: BaseException) -> Exception:
+    """Our own error inside what Ray makes of it; the error itself where there is none."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, (UserError, WorkerFault, GaveUp)):
+            return seen
+        seen = getattr(seen, "cause", None) or getattr(seen, "controller_failure", None) or seen.__cause__
+    return error if isinstance(error, Exception) else RuntimeError(str(error))
+
+
+def failures_of(error: BaseException) -> dict[int, Exception]:
+    """The workers' errors by rank, as far as Ray tells them."""
+    root = root_of(error)
+    if isinstance(root, GaveUp):
+        return root.failures
+    failures: Mapping[int, BaseException] = getattr(error, "worker_failures", {})
+    return {rank: root_of(failure) for rank, failure in failures.items()}
+
+
+def cause(error: BaseException, lag: str | None = None) -> BaseException:
+    """Why the run failed: a worker's own error before what it led to on others.
+
+    Args:
+        error: what Ray raised.
+        lag: who the others were waiting for, where that is known.
+    """
+    failures = failures_of(error)
+    for failure in [*failures.values(), root_of(error)]:
+        if isinstance(failure, UserError):
+            return failure
     if not failures:
-        return error
-    failed = WorkersFailed("\n".join(f"worker {rank}: {essence(str(failures[rank]))}" for rank in sorted(failures)))
+        return root_of(error)
+    # A rank whose peer is gone or late has nothing to say beside the one that failed.
+    own = {rank: failure for rank, failure in failures.items() if not isinstance(failure, (PeerLost, PeerLate))}
+    lines = [
+        told(failure) if isinstance(failure, WorkerFault) else f"worker {rank}: {told(failure)}"
+        for rank, failure in sorted((own or failures).items())
+    ]
+    if not own and lag is not None:
+        lines.append(f"{lag}.")
+    failed = WorkersFailed("\n".join(lines))
+    traces = [f"worker {rank}:\n{f.trace}" for rank, f in sorted(failures.items()) if isinstance(f, WorkerFault)]
+    failed.add_note("\n".join(traces))
     failed.__cause__ = error
     return failed
+
+
+def told(error: Exception) -> str:
+    """An error in a line or two."""
+    if isinstance(error, WorkerFault):
+        return str(error)
+    text = essence(str(error))
+    return "the process has died" if DEATHS.search(str(error)) else text
 
 
 def essence(text: str) -> str:
@@ -129,91 +218,3 @@ def essence(text: str) -> str:
     lines = [line for line in text.splitlines() if line.strip()] or ["no word of it"]
     named = [line for line in lines if ERROR_LINE.match(line)]
     return textwrap.shorten((named or lines)[-1], LONGEST_ESSENCE, placeholder=" ...")
-
-
-class Watch:
-    """Events from the workers: to the screen, to metrics.jsonl, and the time each part takes."""
-
-    def __init__(self, screen: Screen, folder: RunFolder, started: float) -> None:
-        self.screen, self.folder = screen, folder
-        self.started, self.last_news = started, time.monotonic()
-        self.ready = False
-        self.seconds = {"start-up": 0.0, "training": 0.0, "validation": 0.0, "checkpoints": 0.0, "test": 0.0}
-        self.rows = self.tokens = self.padded_tokens = 0
-
-    def take(self, board: DriverBoard) -> None:
-        """Deal with what has been posted since the last call."""
-        events = board.take()
-        for event in events:
-            self.note(event)
-            self.screen.handle(event)
-        lines = [to_json_line(line) for event in events for line in metric_lines(event)]
-        if lines:
-            self.folder.append_metrics(lines)
-        if events:
-            self.last_news = time.monotonic()
-        elif not self.ready and time.monotonic() - self.last_news > SECONDS_OF_SILENCE:
-            self.last_news = time.monotonic()
-            if text := waiting_for_resources():
-                self.screen.note(text)
-
-    def note(self, event: dict[str, Any]) -> None:
-        """Keep count of times and tokens."""
-        kind, seconds = event["event"], event.get("seconds", 0.0)
-        if kind == "ready":
-            self.ready = True
-            self.seconds["start-up"] = time.monotonic() - self.started
-        elif kind == "started":
-            self.folder.cut_metrics(event["step"])
-        elif kind == "steps":
-            self.seconds["training"] += seconds
-            self.rows += sum(record["rows"] for record in event["records"])
-            self.tokens += sum(record["tokens"] for record in event["records"])
-            self.padded_tokens += sum(record["padded_tokens"] for record in event["records"])
-        elif kind in ("validation", "test"):
-            self.seconds[kind] += seconds
-        elif kind == "checkpoint":
-            self.seconds["checkpoints"] += seconds
-            self.folder.update(last_checkpoint=Path(event["path"]).name)
-
-    def split_of_time(self) -> dict[str, float]:
-        """Wall time in seconds, by part and in all."""
-        parts = {name: round(value, 2) for name, value in self.seconds.items()}
-        return parts | {"total": round(time.monotonic() - self.started, 2)}
-
-    def speed(self) -> dict[str, float | None]:
-        """Rows and real tokens a second of training time, and the share of padding."""
-        seconds = self.seconds["training"]
-        return {
-            "rows_per_second": round(self.rows / seconds, 2) if seconds else None,
-            "tokens_per_second": round(self.tokens / seconds, 1) if seconds else None,
-            "padding": round(1 - self.tokens / self.padded_tokens, 4) if self.padded_tokens else None,
-        }
-
-
-def waiting_for_resources() -> str | None:
-    """What the workers wait for; None when they have their places and are only loading."""
-    import ray
-    from ray.util import placement_group_table
-
-    asked = [group for group in placement_group_table().values() if group["state"] == "PENDING"]
-    if not asked:
-        return None
-    bundles = [bundle for group in asked for bundle in group["bundles"].values()]
-    wanted = " + ".join(", ".join(f"{amount:g} {name}" for name, amount in bundle.items()) for bundle in bundles)
-    free, total = ray.available_resources(), ray.cluster_resources()
-    there = ", ".join(f"{free.get(name, 0):g} of {total.get(name, 0):g} {name}" for name in ("CPU", "GPU"))
-    return (
-        f"waiting for room for the workers ({wanted}); free: {there}. "
-        "Other jobs hold the rest: wait for them, or lower --scaling.num-workers."
-    )
-
-
-def metric_lines(event: dict[str, Any]) -> list[dict[str, Any]]:
-    """What of an event goes to metrics.jsonl: one flat record per step, validation and test."""
-    kind = event["event"]
-    if kind == "steps":
-        return [{"kind": "train", **record} for record in event["records"]]
-    if kind in ("validation", "test"):
-        return [{"kind": kind, "step": event["step"], "epoch": event["epoch"], **event["scores"]}]
-    return []

@@ -21,3 +21,7 @@ class Job:
     use_gpu: bool
     run_folder: str
     board: BoardClient
+    files: tuple[str, ...] = ()
+    """Names of the files that the rows came from."""
+    class_weights: tuple[float, ...] | None = None
+    """Weight of each class in the training loss, in the order of `label_names`; None for all alike."""

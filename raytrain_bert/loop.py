@@ -7,8 +7,7 @@ import os
 import shutil
 import socket
 import time
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,191 +15,131 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
 
-from raytrain_bert import parallel, runtime
+from raytrain_bert import parallel
 from raytrain_bert.batching import plan
-from raytrain_bert.batching.collate import MicroBatch, TokenRows, collate
-from raytrain_bert.checkpoint import CheckpointStore, Progress, training_tensors
-from raytrain_bert.config.errors import ResourceError, RunFolderError
-from raytrain_bert.config.schema import Config
-from raytrain_bert.data.split import SPLITS
-from raytrain_bert.job import DATASET, Job
+from raytrain_bert.batching.collate import collate
+from raytrain_bert.checkpoint import Progress, training_tensors
+from raytrain_bert.config.errors import RunFolderError, TrainingError
+from raytrain_bert.faults import fault_of
+from raytrain_bert.job import Job
 from raytrain_bert.metrics import EvaluationMetrics, is_better
-from raytrain_bert.model.build import accepts_token_types, build_model, load_tokenizer, save_model
-from raytrain_bert.model.layers import parameter_depth
-from raytrain_bert.optim import build_optimizer, build_schedule
+from raytrain_bert.model.build import save_model
+from raytrain_bert.parts import Parts, build_parts, device_of, load_rows
+from raytrain_bert.pulse import COMPUTING, EXCHANGING, PREPARING
+from raytrain_bert.step import StepResult, out_of_memory, share_of, train_step, weight_of
 from raytrain_bert.step_log import StepLog
 
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-TOKENS_PER_MICRO_BATCH = {"cpu": 4096, "cuda": 16384}
 LOG_EVERY_STEPS = {"cpu": 1, "cuda": 10}
 EVALUATION_BUDGET = 2  # without activations to keep, twice the tokens fit
 SECONDS_BETWEEN_NEWS = 0.5
-
-
-@dataclass
-class Parts:
-    """Everything that the loop works with."""
-
-    job: Job
-    config: Config
-    rank: int
-    world_size: int
-    device: torch.device
-    precision: str
-    rows: TokenRows
-    splits: dict[str, NDArray[np.int64]]
-    """Positions in `rows` of each split's rows."""
-    module: PreTrainedModel
-    """The model as it is."""
-    model: nn.Module
-    """The model as it is called in training: wrapped for data parallel training."""
-    tokenizer: Any
-    pad_token_id: int
-    token_type_ids: bool
-    optimizer: torch.optim.Optimizer
-    schedule: torch.optim.lr_scheduler.LambdaLR
-    scaler: torch.amp.GradScaler
-    store: CheckpointStore
-    tokens_per_micro_batch: int
-    steps_per_epoch: int
-    total_steps: int
-
-    def post(self, kind: str, **fields: Any) -> None:
-        """Tell the driver, from rank 0."""
-        if self.rank == 0:
-            self.job.board.post([{"event": kind, **fields}])
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Autocast in the run's precision."""
-        if self.precision == "fp32":
-            return nullcontext()
-        return torch.autocast(self.device.type, AUTOCAST[self.precision])
+SECONDS_BETWEEN_QUESTIONS = 5.0
+"""Asking Ray whether a node will be taken away is a barrier over all workers."""
+SECONDS_BETWEEN_REPORTS = 5.0
+MOST_SKIPPED_IN_A_ROW = 25
+RECEIPT_TENSOR = "receipt.times_seen"
 
 
 class Interrupted(Exception):
     """The user asked for a stop; a checkpoint of this moment is saved."""
 
 
+@dataclass
+class Clocks:
+    """What this worker has to remember of the time; only rank 0's counts."""
+
+    saved: float = field(default_factory=time.monotonic)
+    """When the last checkpoint was saved."""
+    asked: float = field(default_factory=time.monotonic)
+    """When Ray was last asked about preemptions."""
+    reported: float = -math.inf
+    """When scores were last reported to Ray."""
+    preempted: Any = None
+    """The preemption that a checkpoint has been saved for."""
+
+
 def train(job: Job) -> dict[str, Any]:
     """Train, choose the best, test it and write it; every rank gets the same result."""
-    if parallel.rank_and_world_size()[0] == 0:
-        job.board.post([{"event": "phase", "text": "loading the model"}])
-    if not (Path(job.run_folder) / "run.json").is_file():
-        raise RunFolderError(
-            f"{socket.gethostname()} does not see the run folder {job.run_folder}. "
-            "All nodes need the same folder: set --output.storage-path to a shared one."
-        )
-    parts = build_parts(job, device_of(job), *load_rows())
-    progress = restore(parts)
+    rank, _ = parallel.rank_and_world_size()
+    parts: Parts | None = None
+    progress = Progress()
     try:
-        while progress.epoch < parts.config.train.num_epochs and not progress.stopped_early:
-            train_epoch(parts, progress)
-            validate_and_save(parts, progress)
-        return finish(parts, progress)
-    except Interrupted:
-        return {"status": "interrupted", "step": progress.step}
-    except torch.OutOfMemoryError as error:
-        raise ResourceError(
-            f"{parts.device} of {socket.gethostname()} is out of memory with micro batches of up to "
-            f"{parts.tokens_per_micro_batch:,} tokens and inputs of up to {job.max_length}. Lower "
-            "--train.tokens-per-micro-batch or --data.max-length, or set --model.gradient-checkpointing."
-        ) from error
+        if rank == 0:
+            job.board.post([{"event": "phase", "text": "loading the model", "is_start": True}])
+        if not (Path(job.run_folder) / "run.json").is_file():
+            raise RunFolderError(
+                f"{socket.gethostname()} does not see the run folder {job.run_folder}. "
+                "All nodes need the same folder: set --output.storage-path to a shared one."
+            )
+        parts = build_parts(job, device_of(job), *load_rows(job.files))
+        parts.pulse.start()
+        progress = restore(parts)
+        result = run_to_the_end(parts, progress)
+        parts.store.close()
+        return result
+    except Exception as error:
+        minutes = job.config.scaling.timeout_minutes
+        raise fault_of(error, rank=rank, step=progress.step, timeout_minutes=minutes) from error
     finally:
+        if parts is not None:
+            parts.pulse.stop()
         job.board.flush()
 
 
-def device_of(job: Job) -> torch.device:
-    """The one device of this worker; Ray lets all workers of a node see all its GPUs."""
-    if not job.use_gpu:
-        return torch.device("cpu")
-    from ray.train.torch import get_device
-
-    device: torch.device = get_device()
-    torch.cuda.set_device(device)
-    return device
-
-
-def build_parts(job: Job, device: torch.device, rows: TokenRows, splits: dict[str, NDArray[np.int64]]) -> Parts:
-    """Load model and optimizer on this rank."""
-    config = job.config
-    torch.set_num_threads(job.threads)
-    rank, world_size = parallel.rank_and_world_size()
-    tokenizer = load_tokenizer(config.model)
-    module = build_model(config.model, job.label_names, seed=config.train.seed)
-    model = parallel.parallelize(module, device, compile_model=config.model.compile)
-    optimizer = build_optimizer(module.named_parameters(), parameter_depth(module), config.optim)
-    steps_per_epoch = plan.num_steps(len(splits["train"]), config.train.global_batch_size)
-    total_steps = steps_per_epoch * config.train.num_epochs
-    precision = parallel.broadcast(runtime.choose_precision(config.train.precision, device.type))
-    parts = Parts(
-        job=job,
-        config=config,
-        rank=rank,
-        world_size=world_size,
-        device=device,
-        precision=precision,
-        rows=rows,
-        splits=splits,
-        module=module,
-        model=model,
-        tokenizer=tokenizer,
-        pad_token_id=tokenizer.pad_token_id,
-        token_type_ids=accepts_token_types(module, tokenizer),
-        optimizer=optimizer,
-        schedule=build_schedule(optimizer, config.optim, total_steps),
-        scaler=torch.amp.GradScaler(device.type, enabled=precision == "fp16"),
-        store=CheckpointStore(Path(job.run_folder) / "checkpoints", config.checkpoint.num_to_keep),
-        tokens_per_micro_batch=config.train.tokens_per_micro_batch or TOKENS_PER_MICRO_BATCH[device.type],
-        steps_per_epoch=steps_per_epoch,
-        total_steps=total_steps,
-    )
-    post_ready(parts)
-    return parts
+def run_to_the_end(parts: Parts, progress: Progress) -> dict[str, Any]:
+    """Train the epochs that are left, then finish; or stop where the user asked for it."""
+    clocks = Clocks()
+    try:
+        while not is_over(parts, progress):
+            train_epoch(parts, progress, clocks)
+            validate_and_save(parts, progress, clocks)
+        return finish(parts, progress)
+    except Interrupted:
+        await_checkpoint(parts)
+        return {"status": "interrupted", "step": progress.step}
 
 
-def load_rows() -> tuple[TokenRows, dict[str, NDArray[np.int64]]]:
-    """Token rows out of the node's object store, and the positions of each split's rows."""
-    import pyarrow as pa
-    import ray
-    import ray.train
-
-    # Blocks as they lie in shared memory: no copy, whatever the number of workers on the node.
-    blocks = ray.get(ray.train.get_dataset_shard(DATASET).materialize().to_arrow_refs())
-    table = pa.concat_tables(blocks)
-    split = table["split"].to_numpy()
-    return TokenRows(table), {name: np.flatnonzero(split == number) for name, number in SPLITS.items()}
-
-
-def post_ready(parts: Parts) -> None:
-    """Say what the workers are and what lies before them."""
-    trainable = sum(p.numel() for p in parts.module.parameters() if p.requires_grad)
-    parts.post(
-        "ready",
-        device=torch.cuda.get_device_name(parts.device) if parts.device.type == "cuda" else "CPU",
-        world_size=parts.world_size,
-        threads=torch.get_num_threads(),
-        precision=parts.precision,
-        parameters=sum(p.numel() for p in parts.module.parameters()),
-        trainable_parameters=trainable,
-        tokens_per_micro_batch=parts.tokens_per_micro_batch,
-        steps_per_epoch=parts.steps_per_epoch,
-        total_steps=parts.total_steps,
-        global_batch_size=parts.config.train.global_batch_size,
-    )
+def is_over(parts: Parts, progress: Progress) -> bool:
+    """Whether there is nothing left to train."""
+    trained = progress.epoch >= parts.config.train.num_epochs or progress.step >= parts.total_steps
+    return progress.stopped_early or (trained and progress.validated_step == progress.step)
 
 
 def restore(parts: Parts) -> Progress:
-    """Go on from the newest checkpoint of the run folder, if there is one."""
-    step = parallel.broadcast(parts.store.latest())
-    parts.post("started", step=step or 0)
+    """Go on from the newest checkpoint of the run folder that is intact, if there is one."""
+    store = parts.store
+    step = None
+    if parts.rank == 0:
+        store.remove_leftovers()
+        step = store.newest_intact(lambda text: parts.post("warning", text=text))
+    step = parallel.broadcast(step)
     if step is None:
+        parts.post("started", step=0, world_size=parts.world_size)
         return Progress()
-    parts.store.load(step, training_tensors(parts.module, parts.optimizer, parts.scaler))
+    progress = store.read_progress(step)
+    tensors = training_tensors(parts.module, parts.optimizer, parts.scaler)
+    times_seen = torch.zeros(len(parts.splits["train"]), dtype=torch.uint8)
+    store.load(step, tensors | {RECEIPT_TENSOR: times_seen})
+    parts.receipt.restore(times_seen, progress.rows_per_rank if progress.world_size == parts.world_size else None)
     set_schedule_step(parts.schedule, step)
-    return parts.store.read_progress(step)
+    parts.post("started", step=step, world_size=parts.world_size, world_size_before=progress.world_size)
+    forget_lost_best(parts, progress)
+    return progress
+
+
+def forget_lost_best(parts: Parts, progress: Progress) -> None:
+    """Where the best checkpoint is gone or damaged, choose the best among those to come."""
+    best = progress.best_step
+    if best is None or best == progress.step:
+        return
+    damage = None
+    if parts.rank == 0:
+        damage = parts.store.damage(best) if best in parts.store.steps() else "it is not there"
+    damage = parallel.broadcast(damage)
+    if damage is not None:
+        parts.post("warning", text=f"the best checkpoint, of step {best:,}, is lost ({damage}); a new best is chosen")
+        progress.best_step = progress.best_epoch = progress.best_score = progress.validated_step = None
 
 
 def set_schedule_step(schedule: torch.optim.lr_scheduler.LambdaLR, step: int) -> None:
@@ -211,10 +150,12 @@ def set_schedule_step(schedule: torch.optim.lr_scheduler.LambdaLR, step: int) ->
     schedule._last_lr = [group["lr"] for group in schedule.optimizer.param_groups]
 
 
-def train_epoch(parts: Parts, progress: Progress) -> None:
+def train_epoch(parts: Parts, progress: Progress, clocks: Clocks) -> None:
     """Train the steps that the epoch under way has left; ends with `progress.epoch` one up."""
-    config, train_rows = parts.config, parts.splits["train"]
-    lengths = parts.rows.lengths[train_rows]
+    if progress.step >= parts.total_steps:
+        return
+    config = parts.config
+    lengths = parts.rows.lengths[parts.splits["train"]]
     batches = plan.global_batches(
         lengths, global_batch_size=config.train.global_batch_size, seed=config.train.seed, epoch=progress.epoch
     )
@@ -227,76 +168,158 @@ def train_epoch(parts: Parts, progress: Progress) -> None:
     )
     parts.module.train()
     for batch in batches[progress.step_in_epoch :]:
-        share = plan.deal(batch, lengths, parts.world_size)[parts.rank]
-        # A rank without a row in a short batch still takes part in the gradient exchange, with weight 0.
-        counted = len(share) > 0
-        share = share if counted else batch[:1]
-        micro_batches = [
-            collate(parts.rows, train_rows[rows], pad_token_id=parts.pad_token_id, token_type_ids=parts.token_type_ids)
-            for rows in plan.micro_batches(share, lengths, parts.tokens_per_micro_batch)
-        ]
-        learning_rate = config.optim.learning_rate * parts.schedule.lr_lambdas[0](progress.step)
-        loss_sum, grad_norm = train_step(parts, micro_batches, len(batch), progress.step, counted)
-        progress.step += 1
-        progress.step_in_epoch += 1
-        log.add(progress.epoch, progress.step, loss_sum, grad_norm, learning_rate, micro_batches if counted else [])
-        last = progress.step_in_epoch == len(batches)
-        if log.is_due() or last:
-            log.flush()
+        take_step(parts, progress, log, batch, lengths)
+        last = progress.step_in_epoch == len(batches) or progress.step == parts.total_steps
+        validation_is_due = is_due(config.train.validate_every_steps, progress.step)
+        save_is_due = is_due(config.checkpoint.every_steps, progress.step)
+        if not (log.is_due() or last or validation_is_due or save_is_due):
+            continue
+        parts.pulse.set(progress.step, EXCHANGING)
+        records, wishes = log.flush(wishes_of(parts, clocks))
+        stop, out_of_time, ask_ray, save_failed = wishes
+        refuse_non_finite(parts, progress, records, batches)
+        tell_skipped(parts, progress, records, batches)
+        if save_failed:
+            await_checkpoint(parts)
+            raise RuntimeError("another worker could not save its part of a checkpoint")
+        tell_saved(parts)
         if last:
             break  # the caller validates, saves and looks for a stop
-        validation_is_due = is_due(config.train.validate_every_steps, progress.step)
-        if not (validation_is_due or log.stop_requested or is_due(config.checkpoint.every_steps, progress.step)):
-            continue
-        log.flush()
+        taken_away = ask_ray and will_be_taken_away(parts, clocks)
         if validation_is_due:
-            validate_and_save(parts, progress)
+            validate_and_save(parts, progress, clocks)
             parts.module.train()
             if progress.stopped_early:
+                close_receipt(parts, progress, is_whole=False)
                 return
+        elif save_is_due or out_of_time or taken_away or stop:
+            save(parts, progress, clocks)
         else:
-            save(parts, progress)
-        if log.stop_requested:
+            continue
+        if taken_away:
+            await_checkpoint(parts)
+        if stop:
             raise Interrupted
         log.restart_clock()
-    progress.epoch += 1
-    progress.step_in_epoch = 0
+    is_whole = progress.step_in_epoch == len(batches)
+    close_receipt(parts, progress, is_whole=is_whole)
+    if is_whole:
+        progress.epoch += 1
+        progress.step_in_epoch = 0
 
 
-def train_step(
-    parts: Parts, micro_batches: list[MicroBatch], global_rows: int, step: int, counted: bool
-) -> tuple[Tensor, Tensor]:
-    """One optimizer step over this rank's share of a global batch; gives (sum of its losses, gradient norm).
+def take_step(
+    parts: Parts, progress: Progress, log: StepLog, batch: NDArray[np.int64], lengths: NDArray[np.integer]
+) -> StepResult:
+    """One optimizer step over a global batch, noted in log and receipt."""
+    parts.pulse.set(progress.step + 1, PREPARING)
+    learning_rate = parts.config.optim.learning_rate * parts.schedule.lr_lambdas[0](progress.step)
+    share = share_of(parts, batch, lengths)
+    try:
+        result = train_step(parts, share, weight_of(parts, batch), progress.step)
+    except torch.OutOfMemoryError as error:  # outside of a micro batch: the optimizer's own state
+        raise out_of_memory(parts, share.micro_batches[0]) from error
+    except Exception as error:
+        rows = share.rows if share.counted else batch[:1]
+        minutes = parts.config.scaling.timeout_minutes
+        detail = named_rows(parts, rows)
+        raise fault_of(error, rank=parts.rank, step=progress.step, detail=detail, timeout_minutes=minutes) from error
+    parts.receipt.add(share.rows)
+    progress.step += 1
+    progress.step_in_epoch += 1
+    if result.skipped:
+        progress.skipped_steps += 1
+    progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if result.skipped else 0
+    log.add(progress.epoch, progress.step, result, learning_rate, share.micro_batches if share.counted else [])
+    return result
 
-    The loss is the mean over the rows of the whole global batch, whatever the number of workers and micro batches:
-    each rank sums over its rows, and DDP's mean over ranks is undone by the factor world_size.
+
+def wishes_of(parts: Parts, clocks: Clocks) -> list[bool]:
+    """What this rank would have all do now: stop, save as it is time, ask Ray about preemptions, end a failed save."""
+    if parts.rank:
+        return [False, False, False, parts.store.has_failed()]
+    now, every = time.monotonic(), parts.config.checkpoint.every_minutes
+    return [
+        parts.job.board.stop_requested(),
+        every is not None and now - clocks.saved > 60 * every,
+        now - clocks.asked > SECONDS_BETWEEN_QUESTIONS,
+        parts.store.has_failed(),
+    ]
+
+
+def will_be_taken_away(parts: Parts, clocks: Clocks) -> bool:
+    """Whether Ray announces, for the first time, that a node of this run will be taken away."""
+    import ray.train
+
+    clocks.asked = time.monotonic()
+    notice = ray.train.get_preemption_info()
+    if notice is None or (clocks.preempted is not None and notice.preempted_ranks == clocks.preempted):
+        return False
+    clocks.preempted = notice.preempted_ranks
+    parts.post("taken_away", ranks=list(notice.preempted_ranks), deadline_ms=notice.deadline_ms)
+    return True
+
+
+def named_rows(parts: Parts, rows: NDArray[np.int64]) -> str:
+    """Training rows (by position), as a person finds them: file and row."""
+    positions = parts.splits["train"][rows]
+    if parts.origins is None:
+        return f"rows {', '.join(map(str, positions.tolist()))}"
+    return f"rows of the batch: {parts.origins.told(positions)}"
+
+
+def batch_of(progress: Progress, record: dict[str, Any], batches: list[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """The global batch of a step of the epoch under way."""
+    first_step = progress.step - progress.step_in_epoch
+    return batches[int(record["step"]) - first_step - 1]
+
+
+def refuse_non_finite(
+    parts: Parts, progress: Progress, records: list[dict[str, Any]], batches: list[NDArray[np.int64]]
+) -> None:
+    """End the run, on all ranks alike, at the first step whose loss or gradient is not finite, if that is the policy.
+
+    Raises:
+        TrainingError: names step and rows.
     """
-    seed_dropout(parts.config.train.seed, step, parts.rank)
-    scale = parts.world_size / global_rows if counted else 0.0
-    total = torch.zeros((), device=parts.device, dtype=torch.float64)
-    for index, micro_batch in enumerate(micro_batches):
-        batch = micro_batch.to(parts.device)
-        with parallel.gradient_sync(parts.model, enabled=index == len(micro_batches) - 1):
-            with parts.autocast():
-                logits = parts.model(**batch.inputs()).logits
-            loss_sum = F.cross_entropy(logits.float(), batch.labels, reduction="sum")
-            parts.scaler.scale(loss_sum * scale).backward()
-        if counted:
-            total += loss_sum.detach()
-    parts.scaler.unscale_(parts.optimizer)
-    parameters = [p for group in parts.optimizer.param_groups for p in group["params"]]
-    limit = parts.config.optim.max_grad_norm
-    grad_norm = nn.utils.clip_grad_norm_(parameters, math.inf if limit is None else limit)
-    parts.scaler.step(parts.optimizer)
-    parts.scaler.update()
-    parts.schedule.step()
-    parts.optimizer.zero_grad(set_to_none=True)
-    return total, grad_norm
+    for record in records:
+        # A scaler meets infinite gradients as a matter of course, and leaves those steps out.
+        norm_counts = not parts.scaler.is_enabled()
+        finite = math.isfinite(record["loss"]) and (math.isfinite(record["grad_norm"]) or not norm_counts)
+        if finite or record.get("skipped"):
+            continue
+        last = parts.store.latest()
+        raise TrainingError(
+            f"Step {record['step']:,}: the loss is {record['loss']:g} and the gradient norm {record['grad_norm']:g} "
+            f"({named_rows(parts, batch_of(progress, record, batches))}). Lower --optim.learning-rate, set "
+            "--train.precision fp32, or leave such steps out with --train.non-finite skip."
+            + ("" if last is None else f" The checkpoint of step {last:,} is from before.")
+        )
 
 
-def seed_dropout(seed: int, step: int, rank: int) -> None:
-    """Make this step's random numbers a function of (seed, step, rank): a resumed run needs no stored state."""
-    torch.manual_seed(int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0] >> 1))
+def tell_skipped(
+    parts: Parts, progress: Progress, records: list[dict[str, Any]], batches: list[NDArray[np.int64]]
+) -> None:
+    """Tell of steps that were left out; too many in a row end the run.
+
+    Raises:
+        TrainingError: nothing but skipped steps.
+    """
+    for record in records:
+        if record.get("skipped"):
+            rows = named_rows(parts, batch_of(progress, record, batches))
+            parts.post("skipped", step=record["step"], loss=record["loss"], skipped=progress.skipped_steps, rows=rows)
+    if progress.skipped_in_a_row >= MOST_SKIPPED_IN_A_ROW:
+        raise TrainingError(
+            f"{progress.skipped_in_a_row} steps in a row, up to step {progress.step:,}, had no finite gradient and "
+            "were left out: the model has diverged. Lower --optim.learning-rate or set --train.precision fp32."
+        )
+
+
+def close_receipt(parts: Parts, progress: Progress, *, is_whole: bool) -> None:
+    """Check that every row was seen once, and tell."""
+    receipt = parts.receipt.close(progress.epoch, is_whole=is_whole)
+    parts.post("epoch", epoch=progress.epoch, step=progress.step, **receipt.fields())
 
 
 def is_due(every: int | None, step: int) -> bool:
@@ -305,7 +328,7 @@ def is_due(every: int | None, step: int) -> bool:
 
 
 @torch.no_grad()
-def evaluate(parts: Parts, split: str) -> tuple[dict[str, Any], Tensor]:
+def evaluate(parts: Parts, split: str, step: int = 0) -> tuple[dict[str, Any], Tensor]:
     """Scores over every row of a split, each counted once over all ranks, and the confusion matrix.
 
     The same on every rank; the matrix is (classes, classes), true labels down, predicted ones across.
@@ -316,12 +339,16 @@ def evaluate(parts: Parts, split: str) -> tuple[dict[str, Any], Tensor]:
     lengths = parts.rows.lengths[positions]
     share = plan.evaluation_share(lengths, rank=parts.rank, world_size=parts.world_size)
     done, told = 0, time.monotonic()
+    parts.pulse.set(step, COMPUTING)
     for rows in plan.micro_batches(share, lengths, EVALUATION_BUDGET * parts.tokens_per_micro_batch):
         batch = collate(
             parts.rows, positions[rows], pad_token_id=parts.pad_token_id, token_type_ids=parts.token_type_ids
         ).to(parts.device)
-        with parts.autocast():
-            logits = parts.module(**batch.inputs()).logits.float()
+        try:
+            with parts.autocast():
+                logits = parts.module(**batch.inputs()).logits.float()
+        except torch.OutOfMemoryError as error:
+            raise out_of_memory(parts, batch) from error
         losses = F.cross_entropy(logits, batch.labels, reduction="none")
         metrics.update(logits, batch.labels, losses.double().sum())
         done += len(rows)
@@ -329,19 +356,20 @@ def evaluate(parts: Parts, split: str) -> tuple[dict[str, Any], Tensor]:
             told = time.monotonic()
             estimate = min(done * parts.world_size, len(positions))
             parts.post("evaluating", split=split, rows_done=estimate, rows=len(positions))
+    parts.pulse.set(step, EXCHANGING)
     scores = metrics.compute()
     assert scores["rows_seen"] == len(positions), f"{split}: {scores['rows_seen']} of {len(positions)} rows counted"
     return scores | {"rows": len(positions)}, metrics.confusion()
 
 
-def validate_and_save(parts: Parts, progress: Progress) -> None:
+def validate_and_save(parts: Parts, progress: Progress, clocks: Clocks) -> None:
     """Validate, note whether it is the best, decide on early stopping, save, and stop if asked to."""
     import ray.train
 
     config = parts.config.train
     if progress.validated_step != progress.step:
         start = time.monotonic()
-        scores, _ = evaluate(parts, "validation")
+        scores, _ = evaluate(parts, "validation", progress.step)
         score = parallel.broadcast(scores[config.best_metric])
         is_best = is_better(config.best_metric, score, progress.best_score)
         improved = is_better(config.best_metric, score, progress.reference_score, config.early_stopping_min_delta)
@@ -364,8 +392,11 @@ def validate_and_save(parts: Parts, progress: Progress) -> None:
             is_best=is_best,
             seconds=time.monotonic() - start,
         )
-        save(parts, progress, report)
-        ray.train.report(report | {"epoch": epochs_done, "step": progress.step})
+        save(parts, progress, clocks, report)
+        # A report is a barrier that Ray's controller lets through every two seconds or so.
+        if parallel.broadcast(time.monotonic() - clocks.reported > SECONDS_BETWEEN_REPORTS):
+            clocks.reported = time.monotonic()
+            ray.train.report(report | {"epoch": epochs_done, "step": progress.step})
         if progress.stopped_early:
             parts.post(
                 "stopped_early",
@@ -380,22 +411,51 @@ def stop_if_asked(parts: Parts) -> None:
         raise Interrupted
 
 
-def save(parts: Parts, progress: Progress, scores: dict[str, Any] | None = None) -> None:
+def save(parts: Parts, progress: Progress, clocks: Clocks, scores: dict[str, Any] | None = None) -> None:
     """Save a checkpoint; all ranks take part."""
     start = time.monotonic()
-    path = parts.store.save(training_tensors(parts.module, parts.optimizer, parts.scaler), progress, scores)
-    parts.post("checkpoint", step=progress.step, path=str(path), seconds=time.monotonic() - start)
+    times_seen, progress.rows_per_rank = parts.receipt.over_all_ranks()
+    progress.world_size = parts.world_size
+    # What has been told of the steps must not be lost with this worker once their checkpoint counts.
+    if parts.rank == 0:
+        parts.job.board.flush()
+    tensors = training_tensors(parts.module, parts.optimizer, parts.scaler) | {RECEIPT_TENSOR: times_seen}
+    await_checkpoint(parts)
+    parts.store.save(tensors, progress, scores, started=start)
+    clocks.saved = time.monotonic()
+    tell_saved(parts)
+
+
+def tell_saved(parts: Parts) -> None:
+    """Tell of the checkpoint that has become complete, if one has."""
+    saved = parts.store.finished()
+    if saved is not None:
+        parts.post(
+            "checkpoint",
+            step=saved.step,
+            path=str(saved.path),
+            seconds=saved.stall_seconds,
+            write_seconds=saved.write_seconds,
+        )
+
+
+def await_checkpoint(parts: Parts) -> None:
+    """Wait for the checkpoint that is being written, and tell of it."""
+    parts.store.wait()
+    tell_saved(parts)
 
 
 def finish(parts: Parts, progress: Progress) -> dict[str, Any]:
     """Load the best weights, test them, and write them as a Hugging Face folder."""
     assert progress.best_step is not None, "every finished run has validated"
     stop_if_asked(parts)
+    await_checkpoint(parts)
     parts.store.load(progress.best_step, training_tensors(parts.module, None, None))
     result: dict[str, Any] = {
         "status": "finished",
         "step": progress.step,
         "stopped_early": progress.stopped_early,
+        "skipped_steps": progress.skipped_steps,
         "best": {
             "epoch": progress.best_epoch,
             "step": progress.best_step,
@@ -406,7 +466,7 @@ def finish(parts: Parts, progress: Progress) -> dict[str, Any]:
     if len(parts.splits["test"]):
         parts.post("phase", text="testing the best checkpoint")
         start = time.monotonic()
-        tested, confusion = evaluate(parts, "test")
+        tested, confusion = evaluate(parts, "test", progress.step)
         scores = {key: finite_or_none(value) for key, value in tested.items()}
         result |= {"test": scores, "confusion": confusion.tolist()}
         seconds = time.monotonic() - start

@@ -131,20 +131,45 @@ class RunFolder:
         with self.metrics_path.open("a", encoding="utf-8") as file:
             file.writelines(line + "\n" for line in lines)
 
-    def cut_metrics(self, step: int) -> None:
-        """Drop the lines after `step`: a resumed run writes them again."""
-        if not self.metrics_path.is_file():
-            return
-        kept = []
-        for line in self.metrics_path.read_text(encoding="utf-8").splitlines():
+    def cut_metrics(self, step: int) -> list[dict[str, Any]]:
+        """Drop the records after `step`: a resumed run writes them again. Gives those that were dropped."""
+        kept: list[tuple[str, dict[str, Any]]] = []
+        dropped: list[tuple[str, dict[str, Any]]] = []
+        for line in self._metric_lines():
             try:
-                if json.loads(line)["step"] <= step:
-                    kept.append(line)
-            except (ValueError, KeyError):  # the last line of a killed run may be half written
+                record = json.loads(line)
+                (kept if record["step"] <= step else dropped).append((line, record))
+            except (ValueError, KeyError, TypeError):  # the last line of a killed run may be half written
                 continue
         temporary = self.metrics_path.with_suffix(".tmp")
-        temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        temporary.write_text("".join(line + "\n" for line, _ in kept), encoding="utf-8")
         os.replace(temporary, self.metrics_path)
+        return [record for _, record in dropped]
+
+    def last_recorded_step(self) -> int:
+        """The last optimizer step that metrics.jsonl tells of; 0 for none."""
+        steps = [0]
+        for line in self._metric_lines():
+            try:
+                record = json.loads(line)
+                if record["kind"] == "train":
+                    steps.append(int(record["step"]))
+            except (ValueError, KeyError, TypeError):
+                continue
+        return max(steps)
+
+    def remove_leftovers(self) -> None:
+        """Remove the temporary files of a run that has ended, however it ended."""
+        for path in (*self.path.glob("*.tmp"), *self.path.glob(".*.tmp"), *self.path.glob("checkpoints/.*.tmp")):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+    def _metric_lines(self) -> list[str]:
+        if not self.metrics_path.is_file():
+            return []
+        return self.metrics_path.read_text(encoding="utf-8", errors="replace").splitlines()
 
     def refuse_running(self) -> None:
         """Refuse a folder whose run is alive on this machine."""
@@ -158,6 +183,8 @@ class RunFolder:
             return
         except PermissionError:
             pass
+        if _is_zombie(pid):
+            return
         if pid != os.getpid():
             raise RunFolderError(f"The run in {self.path} is still going on (process {pid}).")
 
@@ -177,6 +204,16 @@ def provenance(command: list[str]) -> dict[str, Any]:
 def now() -> str:
     """The time, as ISO 8601 in UTC."""
     return datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="seconds")
+
+
+def _is_zombie(pid: int) -> bool:
+    """Whether a process has ended and only its parent has not looked yet."""
+    try:
+        return (
+            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0] == "Z"
+        )
+    except (OSError, IndexError):
+        return False
 
 
 def _version(package: str) -> str | None:

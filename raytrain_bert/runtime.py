@@ -32,6 +32,8 @@ class WorkerPlan:
     """0: the loop runs in the calling process."""
     use_gpu: bool
     cpus_per_worker: int
+    min_workers: int | None = None
+    """Fewest workers of elastic training, of which `num_workers` are the most; None where the number is fixed."""
 
     @property
     def backend(self) -> str:
@@ -83,10 +85,10 @@ def plan_workers(settings: ScalingSettings, nodes: Sequence[Node]) -> WorkerPlan
     """
     cpus, gpus = int(sum(node.cpus for node in nodes)), int(sum(node.gpus for node in nodes))
     use_gpu = gpus > 0 if settings.use_gpu is None else settings.use_gpu
-    num_workers = settings.num_workers
-    if num_workers is None:
-        num_workers = max(1, gpus if use_gpu else min(2, cpus))
-    wanted = max(num_workers, 1)
+    low, high = settings.worker_range or (None, None)
+    if low is None or high is None:
+        low = high = max(1, gpus if use_gpu else min(2, cpus))
+    wanted = max(low, 1)
     there = _what_is_there(nodes)
     if use_gpu and gpus < wanted:
         fewer = f"Use --scaling.num-workers {gpus}, or train" if gpus else "Train"
@@ -98,17 +100,17 @@ def plan_workers(settings: ScalingSettings, nodes: Sequence[Node]) -> WorkerPlan
     if settings.cpus_per_worker is not None:
         cpus_each = settings.cpus_per_worker
     else:
-        cpus_each = max(1, min(cpus // wanted, CPUS_PER_GPU_WORKER if use_gpu else cpus))
-        while cpus_each > 1 and _room(nodes, cpus_each, gpus_each) < num_workers:
+        cpus_each = max(1, min(cpus // max(high, 1), CPUS_PER_GPU_WORKER if use_gpu else cpus))
+        while cpus_each > 1 and _room(nodes, cpus_each, gpus_each) < low:
             cpus_each -= 1
     room = _room(nodes, cpus_each, gpus_each)
-    if num_workers > room:
+    if low > room:
         raise ResourceError(
-            f"{_asked_for(num_workers, ' with ' + _count(cpus_each, 'CPU') + ' each')}; {there}. "
+            f"{_asked_for(low, ' with ' + _count(cpus_each, 'CPU') + ' each')}; {there}. "
             f"There is room for {room}. Lower --scaling.num-workers"
             + ("." if settings.cpus_per_worker is None else " or --scaling.cpus-per-worker.")
         )
-    return WorkerPlan(num_workers, use_gpu, cpus_each)
+    return WorkerPlan(high, use_gpu, cpus_each, low if settings.is_elastic else None)
 
 
 def start_ray(settings: ScalingSettings, node: Node) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,12 +13,16 @@ from torch import Tensor
 from raytrain_bert import parallel
 from raytrain_bert.batching.collate import MicroBatch
 from raytrain_bert.progress.board import BoardClient
+from raytrain_bert.step import StepResult
+
+FIGURES = 5
+"""Of each step: loss sum, weight, rows, tokens, tokens with padding."""
 
 
 class StepLog:
     """Per-step figures, summed over the ranks a few steps at a time and posted by rank 0.
 
-    The exchange also carries the wish to stop, so that every rank learns of it at the same step.
+    The exchange also carries wishes (to stop, to save, ...), so that every rank learns of them at the same step.
     """
 
     def __init__(self, board: BoardClient, rank: int, device: torch.device, *, every: int, total_steps: int) -> None:
@@ -27,26 +32,23 @@ class StepLog:
         self.steps: list[dict[str, Any]] = []
         self.norms: list[Tensor] = []
         self.started = time.monotonic()
-        self.stop_requested = False
 
     def add(
-        self,
-        epoch: int,
-        step: int,
-        loss_sum: Tensor,
-        grad_norm: Tensor,
-        learning_rate: float,
-        micro_batches: list[MicroBatch],
+        self, epoch: int, step: int, result: StepResult, learning_rate: float, micro_batches: list[MicroBatch]
     ) -> None:
-        """Note one step of this rank: the sum of its losses () and what it forwarded."""
+        """Note one step of this rank, and what it forwarded."""
         counts = [
+            result.weight,
             sum(len(b.rows) for b in micro_batches),
             sum(b.num_tokens for b in micro_batches),
             sum(b.num_padded_tokens for b in micro_batches),
         ]
-        self.sums.append(torch.cat([loss_sum.reshape(1), loss_sum.new_tensor(counts)]))
-        self.norms.append(grad_norm.detach())
-        self.steps.append({"epoch": epoch, "step": step, "learning_rate": learning_rate})
+        self.sums.append(torch.cat([result.loss_sum.reshape(1), result.loss_sum.new_tensor(counts)]))
+        self.norms.append(result.grad_norm.detach())
+        self.steps.append(
+            {"epoch": epoch, "step": step, "learning_rate": learning_rate}
+            | ({"skipped": True} if result.skipped else {})
+        )
 
     def is_due(self) -> bool:
         """Whether it is time for the exchange; the same answer on every rank."""
@@ -57,29 +59,33 @@ class StepLog:
         assert not self.steps, "flushed before"
         self.started = time.monotonic()
 
-    def flush(self) -> None:
-        """Sum over the ranks, post, and learn whether a stop is wanted."""
+    def flush(self, wishes: Sequence[bool] = ()) -> tuple[list[dict[str, Any]], list[bool]]:
+        """Sum over the ranks and post; gives the records of the steps, and which wishes any rank has.
+
+        The same on every rank. Each gives as many wishes, at most as many as a step has figures.
+        """
+        figures = [float(wish) for wish in wishes] + [0.0] * (FIGURES - len(wishes))
+        mine = torch.tensor([figures], dtype=torch.float64, device=self.device)
+        sums = parallel.sum_over_ranks(torch.cat([*(row[None] for row in self.sums), mine])).tolist()
+        granted = [figure > 0 for figure in sums.pop()[: len(wishes)]]
         if not self.steps:
-            return
-        wants_stop = self.rank == 0 and self.board.stop_requested()
-        flag = torch.tensor([[float(wants_stop), 0, 0, 0]], dtype=torch.float64, device=self.device)
-        sums = parallel.sum_over_ranks(torch.cat([torch.stack(self.sums), flag])).tolist()
-        self.stop_requested = sums.pop()[0] > 0
+            return [], granted
         norms = torch.stack(self.norms).tolist()
         now = time.monotonic()
         records = [
             {
                 **step,
-                "loss": loss / rows if rows else math.nan,
+                "loss": loss / weight if weight else math.nan,
                 "grad_norm": norm,
                 "rows": int(rows),
                 "tokens": int(tokens),
                 "padded_tokens": int(padded),
                 "seconds": (now - self.started) / len(self.steps),
             }
-            for step, norm, (loss, rows, tokens, padded) in zip(self.steps, norms, sums, strict=True)
+            for step, norm, (loss, weight, rows, tokens, padded) in zip(self.steps, norms, sums, strict=True)
         ]
         if self.rank == 0:
             event = {"event": "steps", "records": records, "total_steps": self.total_steps}
             self.board.post([event | {"seconds": now - self.started}])
         self.sums, self.steps, self.norms, self.started = [], [], [], now
+        return records, granted

@@ -19,13 +19,14 @@ from raytrain_bert import command, runtime
 from raytrain_bert.config.errors import ConfigError, DataError, UserError
 from raytrain_bert.config.load import dump_yaml, with_absolute_paths
 from raytrain_bert.config.schema import Config
-from raytrain_bert.driver import Watch, fit
+from raytrain_bert.driver import fit, stop_at_sigterm
 from raytrain_bert.job import Job
 from raytrain_bert.model_card import model_card
 from raytrain_bert.progress.board import BoardClient, LocalBoard, RemoteBoard, start_board_actor
 from raytrain_bert.progress.screen import Screen, Summary
 from raytrain_bert.progress.streams import Streams, captured_streams
 from raytrain_bert.run_folder import RunFolder, now, provenance
+from raytrain_bert.watch import Watch
 
 if TYPE_CHECKING:
     from raytrain_bert.data.prepare import PreparedData
@@ -121,6 +122,7 @@ def run(
     streams.redirect_to(folder.log_path)
     try:
         tokenizer, longest, dashboard = start(config, node, screen)
+        stop_at_sigterm()
         in_this_process = config.scaling.num_workers == 0
         workers = runtime.plan_workers(config.scaling, [node] if local or in_this_process else runtime.cluster_nodes())
         if config.train.precision == "fp16":
@@ -130,6 +132,7 @@ def run(
             raise DataError(
                 f"The data has changed since the run in {folder.path} began; it cannot go on with other rows."
             )
+        weights = class_weights(config.train.class_weights, data)
     except (UserError, KeyboardInterrupt):
         if resumed:
             folder.update(status="interrupted")
@@ -140,6 +143,9 @@ def run(
         folder.update(status="failed", ended=now())
         raise
     show_facts(screen, data, folder, dashboard)
+    warn_of_idle_workers(config, data, workers, screen)
+    if resumed:
+        forget_unrecorded(folder, screen)
     folder.begin(
         labels=list(data.labels.names),
         rows=data.num_rows,
@@ -147,8 +153,8 @@ def run(
         files=len(data.files),
     )
     board = RemoteBoard(start_board_actor()) if workers.num_workers else LocalBoard()
-    job = make_job(config, folder, data, workers, max_length(config, longest), board)
-    screen.phase(f"starting {workers.num_workers} workers" if workers.num_workers else "starting")
+    job = make_job(config, folder, data, workers, max_length(config, longest), board, weights)
+    screen.phase(starting(workers))
     screen.best_metric = config.train.best_metric
     watch = Watch(screen, folder, started)
     try:
@@ -196,7 +202,13 @@ def max_length(config: Config, longest: int) -> int:
 
 
 def make_job(
-    config: Config, folder: RunFolder, data: PreparedData, workers: WorkerPlan, max_length: int, board: BoardClient
+    config: Config,
+    folder: RunFolder,
+    data: PreparedData,
+    workers: WorkerPlan,
+    max_length: int,
+    board: BoardClient,
+    weights: tuple[float, ...] | None,
 ) -> Job:
     """What the workers get."""
     from raytrain_bert.model.build import resolve_model
@@ -211,7 +223,57 @@ def make_job(
         use_gpu=workers.use_gpu,
         run_folder=str(folder.path),
         board=board,
+        files=data.files,
+        class_weights=weights,
     )
+
+
+def class_weights(wanted: str | dict[str, float] | None, data: PreparedData) -> tuple[float, ...] | None:
+    """Weight of each class in the training loss.
+
+    balanced is rows / (classes x rows of the class), as scikit-learn's; a class without training rows weighs 1.
+
+    Raises:
+        ConfigError: names what is no label.
+    """
+    if wanted is None:
+        return None
+    names, counts = data.labels.names, data.label_counts
+    if isinstance(wanted, str):
+        rows = sum(counts)
+        return tuple(rows / (len(names) * count) if count else 1.0 for count in counts)
+    unknown = sorted(set(wanted) - set(names))
+    if unknown:
+        raise ConfigError(f"train.class_weights: {', '.join(unknown)} is no label; labels are {', '.join(names[:20])}.")
+    return tuple(wanted.get(name, 1.0) for name in names)
+
+
+def starting(workers: WorkerPlan) -> str:
+    """What is being started."""
+    if not workers.num_workers:
+        return "starting"
+    if workers.min_workers is not None:
+        return f"starting {workers.min_workers} to {workers.num_workers} workers"
+    return f"starting {workers.num_workers} worker{'s' if workers.num_workers > 1 else ''}"
+
+
+def warn_of_idle_workers(config: Config, data: PreparedData, workers: WorkerPlan, screen: Screen) -> None:
+    """Fewer rows a step than workers: the result is right, and some workers do nothing."""
+    rows = min(config.train.global_batch_size, data.num_rows["train"])
+    if rows < workers.num_workers:
+        screen.warning(
+            f"a step has {rows} rows for {workers.num_workers} workers: at least {workers.num_workers - rows} of them "
+            "are idle. Raise --train.global-batch-size or lower --scaling.num-workers."
+        )
+
+
+def forget_unrecorded(folder: RunFolder, screen: Screen) -> None:
+    """Take away checkpoints whose steps a killed driver never wrote down: those steps are trained again."""
+    from raytrain_bert.checkpoint import CheckpointStore
+
+    removed = CheckpointStore(folder.path / "checkpoints").remove_unrecorded(folder.last_recorded_step())
+    if removed:
+        screen.note(f"the checkpoint of step {removed[0]:,} is newer than metrics.jsonl and is left out")
 
 
 def show_facts(screen: Screen, data: PreparedData, folder: RunFolder, dashboard: str | None) -> None:
@@ -252,6 +314,7 @@ def report(
         ended=now(),
         step=result["step"],
         stopped_early=result["stopped_early"],
+        skipped_steps=result["skipped_steps"],
         best=result["best"],
         test=result.get("test"),
         seconds=watch.split_of_time(),
@@ -262,6 +325,7 @@ def report(
             str(folder.path),
             best=result["best"],
             test=result.get("test"),
+            receipts=watch.receipts,
             command=f'python -m raytrain_bert.predict {run} --text "..."',
         )
     )

@@ -15,7 +15,7 @@ def local_ray() -> Iterator[None]:
     address = os.environ.pop("RAY_ADDRESS", None)
     import ray
 
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
     if address is not None:

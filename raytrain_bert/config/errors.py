@@ -49,3 +49,9 @@ class RunFolderError(UserError):
     """The run folder is used, missing or damaged."""
 
     title = "run folder error"
+
+
+class TrainingError(UserError):
+    """Training went wrong in a way that its settings or data decide."""
+
+    title = "training error"

@@ -51,7 +51,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         options: dict[str, Any] = {
             "dest": key,
             "default": argparse.SUPPRESS,
-            "metavar": _metavar(kinds),
+            "metavar": _metavar(field, kinds),
             "help": _help(field),
         }
         if list in kinds:
@@ -186,7 +186,9 @@ def _plain_types(annotation: Any) -> set[Any]:
     return {origin or annotation}
 
 
-def _metavar(kinds: set[Any]) -> str:
+def _metavar(field: FieldInfo, kinds: set[Any]) -> str:
+    if isinstance(field.json_schema_extra, dict) and "metavar" in field.json_schema_extra:
+        return str(field.json_schema_extra["metavar"])
     names = {str: "TEXT", int: "N", float: "X", bool: "true|false", list: "TEXT"}
     literals = [kind for kind in kinds if isinstance(kind, str)]
     return "|".join(sorted(literals)) if literals else names[next(iter(kinds))]

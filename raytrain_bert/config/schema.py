@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated, Any, Literal
 
@@ -25,6 +26,51 @@ def _without_credentials(paths: list[str]) -> list[str]:
 
 
 Paths = Annotated[list[str], BeforeValidator(_as_list), Field(min_length=1), AfterValidator(_without_credentials)]
+
+
+def _as_class_weights(value: Any) -> Any:
+    """balanced, a mapping, or label=weight,label=weight as on the command line."""
+    if value is None or value == "balanced":
+        return value
+    if isinstance(value, str):
+        pieces = [piece.rpartition("=") for piece in value.split(",")]
+        if not all(equals for _, equals, _ in pieces):
+            raise ValueError(f"balanced, or LABEL=WEIGHT,LABEL=WEIGHT is expected, not {value!r}")
+        value = {label.strip(): weight for label, _, weight in pieces}
+    if not isinstance(value, dict):
+        raise ValueError(f"balanced, or a weight for each label is expected, not {value!r}")
+    weights = {}
+    for label, given in value.items():
+        try:
+            weight = float(given)
+        except (TypeError, ValueError):
+            weight = math.nan
+        if not (math.isfinite(weight) and weight > 0):
+            raise ValueError(f"the weight of {label} must be a positive number, not {given!r}")
+        weights[str(label)] = weight
+    return weights
+
+
+def _as_num_workers(value: Any) -> Any:
+    """A number, or MIN..MAX for elastic training."""
+    if isinstance(value, str) and ".." in value:
+        low, _, high = value.partition("..")
+        if not (low.strip().isdigit() and high.strip().isdigit() and 1 <= int(low) < int(high)):
+            raise ValueError(f"MIN..MAX needs two numbers with 1 <= MIN < MAX, not {value!r}")
+        return f"{int(low)}..{int(high)}"
+    if value is None:
+        return value
+    try:
+        number = int(str(value))
+    except ValueError:
+        raise ValueError(f"a number or MIN..MAX is expected, not {value!r}") from None
+    if number < 0:
+        raise ValueError(f"must be at least 0, not {number}")
+    return number
+
+
+ClassWeights = Annotated[Literal["balanced"] | dict[str, float] | None, BeforeValidator(_as_class_weights)]
+NumWorkers = Annotated[int | str | None, BeforeValidator(_as_num_workers)]
 
 
 class Settings(BaseModel):
@@ -140,6 +186,9 @@ class TrainConfig(Settings):
     """The loop."""
 
     num_epochs: int = Field(3, ge=1, description="Passes over the training rows.")
+    max_steps: int | None = Field(
+        None, ge=1, description="Most optimizer steps of the run; the schedule ends there. None: num_epochs decides."
+    )
     global_batch_size: int = Field(
         32, ge=1, description="Rows per optimizer step over all workers, whatever their number."
     )
@@ -152,6 +201,18 @@ class TrainConfig(Settings):
         "auto", description="Autocast type; auto is bf16 where the hardware has it, else fp32."
     )
     seed: int = Field(0, ge=0, description="Seed of head, order of rows and dropout.")
+    class_weights: ClassWeights = Field(
+        None,
+        description="Weight of each class in the training loss: balanced (rows / (classes x rows of the class)), or "
+        "LABEL=WEIGHT,... (a mapping in YAML; 1 for labels not named). None: all alike.",
+        json_schema_extra={"metavar": "balanced|LABEL=WEIGHT,..."},
+    )
+    non_finite: Literal["stop", "skip"] = Field(
+        "stop", description="When loss or gradients are not finite: stop the run, or skip that step and count it."
+    )
+    deterministic: bool = Field(
+        False, description="Use deterministic GPU kernels only: runs repeat bit for bit, and more slowly."
+    )
     best_metric: Literal["accuracy", "macro_f1", "weighted_f1", "mcc", "loss"] = Field(
         "accuracy", description="Validation metric that chooses the best checkpoint."
     )
@@ -174,10 +235,11 @@ class TrainConfig(Settings):
 class ScalingSettings(Settings):
     """How many workers, and what each one gets."""
 
-    num_workers: int | None = Field(
+    num_workers: NumWorkers = Field(
         None,
-        ge=0,
-        description="Training processes. None: one per GPU of the cluster, else two on CPU. 0: in this process.",
+        description="Training processes. None: one per GPU of the cluster, else two on CPU. 0: in this process. "
+        "MIN..MAX: elastic, as many as the cluster has room for.",
+        json_schema_extra={"metavar": "N|MIN..MAX"},
     )
     use_gpu: bool | None = Field(None, description="One GPU for each worker. None: if the cluster has GPUs.")
     cpus_per_worker: int | None = Field(
@@ -192,6 +254,27 @@ class ScalingSettings(Settings):
     timeout_minutes: float = Field(
         10.0, gt=0, description="Longest wait of one worker for another before the run fails."
     )
+    max_failures: int = Field(
+        3,
+        ge=0,
+        description="How often lost workers are replaced before the run fails; errors of the program never are.",
+    )
+    resize_check_seconds: float = Field(
+        60.0, gt=0, description="Seconds between two looks for room for more workers, in elastic training."
+    )
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the number of workers may change during the run."""
+        return isinstance(self.num_workers, str)
+
+    @property
+    def worker_range(self) -> tuple[int, int] | None:
+        """Fewest and most workers; None where it is left open."""
+        if isinstance(self.num_workers, str):
+            low, _, high = self.num_workers.partition("..")
+            return int(low), int(high)
+        return None if self.num_workers is None else (self.num_workers, self.num_workers)
 
 
 class CheckpointConfig(Settings):
@@ -200,7 +283,13 @@ class CheckpointConfig(Settings):
     every_steps: int | None = Field(
         None, ge=1, description="Save every so many optimizer steps as well as after each validation."
     )
-    num_to_keep: int = Field(0, ge=0, description="Checkpoints kept besides the best and the last.")
+    every_minutes: float | None = Field(
+        10.0, gt=0, description="Save when so many minutes have gone since the last checkpoint. None: not by time."
+    )
+    num_to_keep: int = Field(1, ge=0, description="Checkpoints kept besides the best and the last.")
+    background: bool = Field(
+        True, description="Write checkpoints while training goes on; the steps wait for a copy only."
+    )
 
 
 class OutputConfig(Settings):

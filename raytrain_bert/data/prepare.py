@@ -34,6 +34,8 @@ class PreparedData:
     dataset: ray.data.Dataset
     """Columns input_ids, second_start, label_id, split, file, row; in the object store."""
     labels: LabelSpace
+    label_counts: tuple[int, ...]
+    """Training rows of each class, in the order of `labels`."""
     num_rows: dict[str, int]
     """Rows by split name; no key for a split that does not exist."""
     lengths: NDArray[np.int32]
@@ -92,6 +94,9 @@ def prepare_data(settings: DataConfig, tokenizer: Any, max_length: int, note: No
     return PreparedData(
         dataset=_to_object_store(joined),
         labels=labels,
+        label_counts=tuple(
+            np.bincount(label_ids["train"][assigned["train"] == split.TRAIN], minlength=len(labels)).tolist()
+        ),
         num_rows=num_rows,
         lengths=lengths,
         splits=all_splits,

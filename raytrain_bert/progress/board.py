@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 from raytrain_bert.progress.events import Event, plain
@@ -27,6 +29,16 @@ class BoardClient(Protocol):
     def flush(self, timeout_s: float = 5.0) -> None:
         """Wait until everything posted has arrived, at most so long."""
 
+    def for_signs(self) -> SignBoard | None:
+        """Where another thread of the worker may leave signs of life; None where nobody looks for them."""
+
+
+class SignBoard(Protocol):
+    """Takes a worker's signs of life."""
+
+    def sign(self, rank: int, sign: dict[str, Any]) -> None:
+        """Leave a sign, without waiting."""
+
 
 class DriverBoard(Protocol):
     """The driver's side."""
@@ -37,6 +49,9 @@ class DriverBoard(Protocol):
     def request_stop(self, reason: str) -> None:
         """Ask the workers to save a checkpoint and stop."""
 
+    def signs(self) -> dict[int, dict[str, Any]]:
+        """The last sign of life of each rank, with its `age` in seconds; empty where there are none."""
+
 
 class Board:
     """A queue of events and the wish to stop; safe to use from several threads."""
@@ -46,6 +61,7 @@ class Board:
         self._lock = threading.Lock()
         self._events: deque[Event] = deque(maxlen=EVENTS_KEPT)
         self._reason: str | None = None
+        self._signs: dict[int, tuple[float, dict[str, Any]]] = {}
 
     def post(self, events: list[Event]) -> bool:
         """Add events; gives whether a stop is wanted."""
@@ -70,6 +86,17 @@ class Board:
         with self._lock:
             return self._reason is not None
 
+    def sign(self, rank: int, sign: dict[str, Any]) -> None:
+        """Note a sign of life."""
+        with self._lock:
+            self._signs[rank] = (time.monotonic(), sign)
+
+    def signs(self) -> dict[int, dict[str, Any]]:
+        """The last sign of each rank, and its age in seconds."""
+        with self._lock:
+            now = time.monotonic()
+            return {rank: sign | {"age": now - when} for rank, (when, sign) in self._signs.items()}
+
 
 class LocalBoard:
     """Both sides of a board inside one process, for training in the driver's own process."""
@@ -89,6 +116,10 @@ class LocalBoard:
     def flush(self, timeout_s: float = 5.0) -> None:
         """Nothing to wait for: a post has arrived when it returns."""
 
+    def for_signs(self) -> SignBoard | None:
+        """Nobody: the driver's own thread is the worker."""
+        return None
+
     def take(self) -> list[Event]:
         """See DriverBoard."""
         return self._board.take()
@@ -97,14 +128,18 @@ class LocalBoard:
         """See DriverBoard."""
         self._board.request_stop(reason)
 
+    def signs(self) -> dict[int, dict[str, Any]]:
+        """See DriverBoard: none."""
+        return {}
+
 
 def start_board_actor() -> Any:
     """Start the board as a Ray actor; gives its handle: the actor ends with the last one."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    # On the driver's node: the board should not be lost with a worker's node.
-    here = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=True)
+    # On the driver's node: the board must not be lost with a worker's node. (A soft affinity was seen to be ignored.)
+    here = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=False)
     return ray.remote(Board).options(num_cpus=0, max_restarts=0, scheduling_strategy=here).remote()
 
 
@@ -147,6 +182,27 @@ class RemoteBoard:
         if self._calls:
             ray.wait(self._calls, num_returns=len(self._calls), timeout=timeout_s)
         self._read_answers()
+
+    def for_signs(self) -> SignBoard | None:
+        """A board of its own, for another thread."""
+        return RemoteBoard(self._actor)
+
+    def sign(self, rank: int, sign: dict[str, Any]) -> None:
+        """Leave a sign of life, without waiting."""
+        import ray
+
+        with suppress(ray.exceptions.RayError):
+            self._actor.sign.remote(rank, sign)
+
+    def signs(self) -> dict[int, dict[str, Any]]:
+        """See DriverBoard; waits a second at most."""
+        import ray
+
+        try:
+            signs: dict[int, dict[str, Any]] = ray.get(self._actor.signs.remote(), timeout=1.0)
+            return signs
+        except ray.exceptions.RayError:
+            return {}
 
     def take(self) -> list[Event]:
         """The events since the last call; waits a second at most, an answer that is late comes with the next call."""

@@ -30,6 +30,8 @@ class Summary:
     """epoch, step, metric and score of the best validation; None for what the events told."""
     test: Mapping[str, Any] | None = None
     """Scores of the test; None for what the events told."""
+    receipts: Sequence[Mapping[str, Any]] = ()
+    """Of each epoch: rows, rows_seen, is_whole."""
 
 
 def score_table(columns: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Text]:
@@ -47,6 +49,18 @@ def best_row(best: Mapping[str, Any], num_epochs: int | None) -> tuple[str, str]
     name = SCORES.get(best["metric"], best["metric"])
     where = f"{epoch_of(best['epoch'], num_epochs)}, step {best['step']:,}"
     return "best", f"{where}: validation {name} {score(best['score'])}"
+
+
+def receipt_row(receipts: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """How many of the training rows each epoch has seen."""
+    whole = [receipt for receipt in receipts if receipt["is_whole"]]
+    part = [receipt for receipt in receipts if not receipt["is_whole"]]
+    words = []
+    if whole:
+        epochs = "" if len(whole) == 1 else f" in each of {len(whole)} epochs"
+        words.append(f"{rows_of(whole[0])} rows{epochs}, each once")
+    words += [f"{rows_of(receipt)} rows of epoch {receipt['epoch'] + 1}, each once" for receipt in part]
+    return [("trained on", "; ".join(words))] if words else []
 
 
 def time_row(parts: Mapping[str, float], seconds: float) -> list[tuple[str, str]]:

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import PurePath
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 Event = dict[str, Any]
 """Any of the events below, as it travels."""
@@ -17,6 +17,8 @@ class Phase(TypedDict):
 
     event: Literal["phase"]
     text: str
+    is_start: NotRequired[bool]
+    """Whether workers are beginning: the first ones, or those that take over."""
 
 
 class Ready(TypedDict):
@@ -33,6 +35,8 @@ class Ready(TypedDict):
     steps_per_epoch: int
     total_steps: int
     global_batch_size: int
+    workers: NotRequired[list[dict[str, Any]]]
+    """rank, host, pid and Ray's node of each worker."""
 
 
 class Started(TypedDict):
@@ -40,6 +44,51 @@ class Started(TypedDict):
 
     event: Literal["started"]
     step: int
+    world_size: NotRequired[int]
+    world_size_before: NotRequired[int]
+    """Number of workers that wrote the checkpoint."""
+
+
+class Lost(TypedDict):
+    """Workers are gone; others take over."""
+
+    event: Literal["lost"]
+    reasons: dict[str, str]
+    """By rank."""
+
+
+class TakenAway(TypedDict):
+    """Ray announces that nodes of these ranks will be taken away; a checkpoint is saved."""
+
+    event: Literal["taken_away"]
+    ranks: list[int]
+    deadline_ms: int | None
+    """Unix time in milliseconds."""
+
+
+class Skipped(TypedDict):
+    """A step was left out: its gradient was not finite."""
+
+    event: Literal["skipped"]
+    step: int
+    loss: float
+    skipped: int
+    """Steps left out so far."""
+    rows: str
+
+
+class Epoch(TypedDict):
+    """The receipt of an epoch, or of the part of it that was trained."""
+
+    event: Literal["epoch"]
+    epoch: int
+    """From 0."""
+    step: int
+    rows: int
+    rows_seen: int
+    repeated: int
+    rows_per_rank: list[int] | None
+    is_whole: bool
 
 
 class StepRecord(TypedDict):
@@ -57,6 +106,8 @@ class StepRecord(TypedDict):
     """Real tokens."""
     padded_tokens: int
     """Tokens with padding included."""
+    skipped: NotRequired[bool]
+    """Left out, because the gradient was not finite."""
     seconds: float
     """Wall time of one step, a mean over those of the event."""
 
@@ -100,6 +151,9 @@ class Checkpoint(TypedDict):
     step: int
     path: str
     seconds: float
+    """Time that the training steps waited."""
+    write_seconds: NotRequired[float]
+    """Time until it was complete on disk."""
 
 
 class StoppedEarly(TypedDict):

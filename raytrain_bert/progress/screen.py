@@ -13,9 +13,19 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from raytrain_bert.progress.closing import KEY_WIDTH, Summary, best_row, score_table, speed_row, time_row
+from raytrain_bert.progress.closing import KEY_WIDTH, Summary, best_row, receipt_row, score_table, speed_row, time_row
 from raytrain_bert.progress.events import Checkpoint as CheckpointSaved
-from raytrain_bert.progress.events import Evaluating, Ready, Steps, Tested, Validation
+from raytrain_bert.progress.events import (
+    Evaluating,
+    Lost,
+    Ready,
+    Skipped,
+    Started,
+    Steps,
+    TakenAway,
+    Tested,
+    Validation,
+)
 from raytrain_bert.progress.format import amount, clean, duration, wrap
 from raytrain_bert.progress.terminal import open_console
 from raytrain_bert.progress.training import TrainingView, evaluation_text, one_line
@@ -92,7 +102,6 @@ class Screen:
         self._began: float | None = None
         """When the phase or training under way began; None between them."""
         self._training_lines = self._evaluation_lines = LineClock(clock, first_at_once=True)
-        self._bad_loss_told = False
         self._seconds = {"validation": 0.0, "saving": 0.0, "test": 0.0}
         self._best: Validation | None = None
         self._test: Mapping[str, Any] | None = None
@@ -150,7 +159,10 @@ class Screen:
             "note": lambda event: self.note(event["text"]),
             "warning": lambda event: self.warning(event["text"]),
             "ready": self._on_ready,
-            "started": lambda event: self.note(f"going on after step {event['step']:,}") if event["step"] else None,
+            "started": self._on_started,
+            "lost": self._on_lost,
+            "taken_away": self._on_taken_away,
+            "skipped": self._on_skipped,
             "steps": self._on_steps,
             "evaluating": self._on_evaluating,
             "validation": self._on_validation,
@@ -176,7 +188,12 @@ class Screen:
             self._print(line, always=True)
         total = self._training.meter.total
         parts = {"start-up": self._startup_seconds or 0.0, "training": total.seconds, **self._seconds}
-        rows = [*time_row(parts, seconds), *speed_row(total), ("run folder", summary.run_folder)]
+        rows = [
+            *receipt_row(summary.receipts),
+            *time_row(parts, seconds),
+            *speed_row(total),
+            ("run folder", summary.run_folder),
+        ]
         best = summary.best or self._best_told()
         for key, value in [best_row(best, self._training.num_epochs), *rows] if best else rows:
             self._row(key, value, always=True)
@@ -188,7 +205,7 @@ class Screen:
 
     def _on_ready(self, event: Ready) -> None:
         self._end_startup(self._clock())
-        self._training.num_epochs = event["total_steps"] // event["steps_per_epoch"]
+        self._training.num_epochs = -(-event["total_steps"] // event["steps_per_epoch"])
         workers, threads = event["world_size"], event["threads"]
         devices = f"{workers} x {event['device']}"
         if event["device"] == "CPU":
@@ -207,6 +224,30 @@ class Screen:
             rows.append(("micro batches", f"up to {event['tokens_per_micro_batch']:,} tokens, padding included"))
         self.facts(rows)
 
+    def _on_started(self, event: Started) -> None:
+        if not event["step"]:
+            return
+        workers, before = event.get("world_size"), event.get("world_size_before")
+        text = f"going on after step {event['step']:,}"
+        if workers != before and workers is not None:
+            text += f" with {_counted(workers, 'worker')} in place of {before}: the same rows a step, the same curve"
+        self.note(text)
+
+    def _on_lost(self, event: Lost) -> None:
+        told = sorted(event["reasons"].items())
+        reasons = [reason if reason.startswith("worker ") else f"worker {rank}: {reason}" for rank, reason in told]
+        self.warning("; ".join(reasons) + ". New workers go on from the last checkpoint.")
+
+    def _on_taken_away(self, event: TakenAway) -> None:
+        ranks = ", ".join(map(str, event["ranks"]))
+        self.warning(f"Ray announces that the machine of worker {ranks} will be taken away; saving now.")
+
+    def _on_skipped(self, event: Skipped) -> None:
+        self.warning(
+            f"step {event['step']:,} has no finite gradient (loss {event['loss']}) and is left out "
+            f"({event['skipped']:,} so far); {event['rows']}."
+        )
+
     def _on_steps(self, event: Steps) -> None:
         if not event["records"]:
             return
@@ -220,13 +261,6 @@ class Screen:
         self._show(lambda: view.render(self._width(), self._clock(), not self._speaks_unicode()))
         if not self._redraws and self._training_lines.is_due(view.fraction):
             self._print(Text(view.line(self._line_width())))
-        bad = next((r for r in event["records"] if not math.isfinite(r["loss"])), None)
-        if bad is not None and not self._bad_loss_told:
-            self._bad_loss_told = True
-            self.warning(
-                f"the loss of step {bad['step']:,} is not a finite number. If it stays so, lower --optim.learning-rate "
-                "or set --train.precision fp32."
-            )
 
     def _on_evaluating(self, event: Evaluating) -> None:
         if self._training.evaluating is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import pickle
 import tempfile
 import time
@@ -21,7 +22,11 @@ def run_gloo(fn: Callable[..., Any], world_size: int, tmp_path: Path, *args: Any
     here; after `timeout` seconds the processes are killed and TimeoutError is raised.
     """
     folder = Path(tempfile.mkdtemp(dir=tmp_path))  # a test may call more than once
-    context = mp.spawn(_rank_main, (fn, world_size, folder, args), nprocs=world_size, join=False)
+    # Each process is forked from one that has imported everything and done nothing: the imports cost seconds.
+    multiprocessing.set_forkserver_preload(["tests.distributed.training"])
+    context = mp.start_processes(
+        _rank_main, (fn, world_size, folder, args), nprocs=world_size, join=False, start_method="forkserver"
+    )
     deadline = time.monotonic() + timeout
     try:
         while not context.join(timeout=max(0.0, deadline - time.monotonic())):

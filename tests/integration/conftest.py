@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -58,12 +59,14 @@ def whole(workshop: Path) -> Ended:
 
 @pytest.fixture(scope="session")
 def interrupted(workshop: Path) -> Ended:
-    """The same run as `whole`, ended by Ctrl-C in the middle of its first epoch."""
+    """The same run as `whole`, ended by Ctrl-C in the middle of its first epoch; a copy is kept as it was left."""
     program = Program(f"{REVIEWS} --output.name interrupted", workshop)
     run_folder = workshop / "runs" / "interrupted"
     program.wait_until(lambda: (run_folder / "metrics.jsonl").exists())
     program.press_ctrl_c()
-    return program.wait()
+    ended = program.wait()
+    shutil.copytree(run_folder, run_folder.with_name("interrupted-copy"))
+    return ended
 
 
 @pytest.fixture(scope="session")

@@ -49,7 +49,9 @@ class Ended:
 class Program:
     """A command that runs."""
 
-    def __init__(self, command: str, folder: Path, *, gpus: bool = False, stdin: str = "") -> None:
+    def __init__(
+        self, command: str, folder: Path, *, gpus: bool = False, stdin: str = "", extra: dict[str, str] | None = None
+    ) -> None:
         """Start it.
 
         Args:
@@ -57,6 +59,7 @@ class Program:
             folder: its working directory; its home is in there too.
             gpus: let it see the machine's GPUs.
             stdin: its standard input, which then ends.
+            extra: more of its environment.
         """
         words = shlex.split(command)
         self.words, self.folder, self.marker = tuple(words), folder, uuid.uuid4().hex
@@ -71,7 +74,7 @@ class Program:
             self.process = subprocess.Popen(
                 executable(words),
                 cwd=folder,
-                env=environment(folder / "home", self.marker, gpus=gpus),
+                env=environment(folder / "home", self.marker, gpus=gpus) | (extra or {}),
                 stdin=keys,
                 stdout=out,
                 stderr=err,

@@ -29,6 +29,7 @@ TWO_GPUS = "python -m raytrain_bert.train --config experiments/two_gpus.yaml --d
 PRINT_CONFIG = "python -m raytrain_bert.train --print-config"
 HELP = "python -m raytrain_bert.train --help"
 PREDICT = 'python -m raytrain_bert.predict RUN --text "Shares rose after the bank\'s results."'
+DRILL = "raytrain-bert drill experiments/bbc_news.yaml"  # run by test_drill.py
 RESUME = "python -m raytrain_bert.train --resume RUN"
 COVERED = [
     *SET_UP,
@@ -42,6 +43,7 @@ COVERED = [
     HELP,
     PREDICT,
     RESUME,
+    DRILL,
 ]
 
 
@@ -78,7 +80,7 @@ def test_own_text_with_a_test_file_and_a_model_by_name(whole: Ended) -> None:
 
 @pytest.mark.bundled
 def test_an_experiment_with_two_settings_changed(workshop: Path) -> None:
-    ended = run(f"{EXPERIMENT} --model.name tiny --model.pooling native --output.name bbc", workshop)
+    ended = run(f"{EXPERIMENT} --model.name tiny --train.max-steps 8 --output.name bbc", workshop)
     assert ended.returncode == 0, ended.told()
     assert re.search(r"^devices +CPU, 2 workers", ended.stdout, re.MULTILINE)
     config = load_config({}, ended.run_folder / "config.yaml")

@@ -7,7 +7,6 @@ import os
 import random
 import re
 import shlex
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,13 +18,11 @@ from safetensors.numpy import load_file
 
 from raytrain_bert.config.load import load_config
 from raytrain_bert.inference import Classifier
-from tests.integration.conftest import OWN_TEXT, PAIRS, REVIEWS, TINY, TRAIN, PairRuns
+from tests.integration.conftest import OWN_TEXT, REVIEWS, TINY, TRAIN, PairRuns
 from tests.integration.running import (
     Ended,
-    Program,
     checkpoints,
     metrics,
-    processes_of,
     run,
     state,
     strict_json,
@@ -36,7 +33,7 @@ from tests.tiny import tiny_bert
 
 KEYS = (
     r"format|text|text\ pair|label|rows|labels|lengths|duplicates|run\ folder|devices|precision|parameters|batch|steps|"
-    r"accuracy|macro\ F1|weighted\ F1|MCC|loss|best|time|speed"
+    r"accuracy|macro\ F1|weighted\ F1|MCC|loss|best|trained\ on|time|speed"
 )
 DURATION = r"[\d.]+\ (s|min\ \d\d\ s)"
 CALM_VIEW = re.compile(
@@ -122,6 +119,7 @@ def test_screen_tells_data_devices_epochs_and_scores_in_order(whole: Ended) -> N
         rf"macro F1 +[01]\.\d{{4}} +{run_state['test']['macro_f1']:.4f}",
         rf"rows +{rows['validation']}/{rows['validation']} +101/101",
         r"best +epoch \d/2, step \d+: validation accuracy [01]\.\d{4}",
+        rf"trained on +{rows['train']}/{rows['train']} rows in each of 2 epochs, each once",
         r"time +start-up .*training .*",
         r"speed +.* rows/s, .* tokens/s in training",
         rf"run folder +{re.escape(str(whole.run_folder))}",
@@ -200,7 +198,8 @@ def test_what_is_said_of_the_run_agrees_with_its_metrics(whole: Ended) -> None:
     assert matrix.sum() == 101
     assert matrix.trace() / matrix.sum() == run_state["test"]["accuracy"]
     assert run_state["step"] == metrics(whole.run_folder, "train")[-1]["step"]
-    assert checkpoints(whole.run_folder) == sorted({best["step"], run_state["step"]})
+    # Of two checkpoints, the last, the best, and one besides these two: none goes.
+    assert checkpoints(whole.run_folder) == [record["step"] for record in validations]
     assert run_state["last_checkpoint"] == f"step-{run_state['step']:08d}"
 
 
@@ -453,35 +452,16 @@ def test_a_fault_ends_with_code_1_and_keeps_its_traceback(workshop: Path, tmp_pa
     assert ended.returncode == 1, ended.told()
     run_folder = tmp_path / "runs" / "fault"
     error = run_folder / "logs" / "error.txt"
-    assert ended.stderr.startswith("fault: IndexError: index out of range in self\n")
-    assert str(error) in ended.stderr
-    assert len(ended.stderr.splitlines()) == 2
+    told = ended.stderr.splitlines()
+    assert told[0] == "fault: IndexError: index out of range in self"
+    assert re.fullmatch(
+        r"  worker 0 \(.+, process \d+\), step 1; rows of the batch: (reviews\.csv row \d+(, )?){4}", told[1]
+    )
+    assert told[2] == f"  The traceback is in {error}."
+    assert len(told) == 3
     kept = error.read_text(encoding="utf-8")
     assert "Traceback (most recent call last)" in kept
     assert "IndexError: index out of range in self" in kept
-    assert state(run_folder)["status"] == "failed"
-    assert ended.left_over == ()
-
-
-def test_a_worker_that_dies_ends_the_run_within_a_minute(pair_workshop: Path) -> None:
-    endless = "--train.num-epochs 500 --scaling.num-workers 2 --output.name killed"
-    program = Program(f"{PAIRS} {endless}", pair_workshop)
-    run_folder = pair_workshop / "runs" / "killed"
-    program.wait_until(lambda: (run_folder / "metrics.jsonl").exists())
-    workers = [pid for pid, line in processes_of(program.marker).items() if "RayTrainWorker" in line]
-    assert len(workers) == 2
-    os.kill(workers[0], signal.SIGKILL)
-    ended = program.wait(60)
-    assert ended.returncode == 1, ended.told()
-    told = ended.stderr.splitlines()
-    # The one that is left may or may not notice before Ray ends it.
-    assert told[-1] == f"  The traceback is in {run_folder / 'logs' / 'error.txt'}."
-    assert [bool(re.match(r"(fault: WorkersFailed:| ) worker [01]: ", line)) for line in told[:-1]] in (
-        [True],
-        [True] * 2,
-    )
-    assert sum("process has died" in line for line in told) == 1
-    assert "Traceback (most recent call last)" in (run_folder / "logs" / "error.txt").read_text(encoding="utf-8")
     assert state(run_folder)["status"] == "failed"
     assert ended.left_over == ()
 

@@ -15,7 +15,7 @@ from raytrain_bert.config.schema import Config
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMAND_FLAGS = {"--config", "--resume", "--overwrite", "--print-config", "--quiet", "--verbose", "--help", "--text",
-                 "--text-pair", "--version"}  # fmt: skip
+                 "--text-pair", "--version", "--steps", "--faults"}  # fmt: skip
 
 
 def test_settings_page_is_current() -> None:

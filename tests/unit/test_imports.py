@@ -14,12 +14,17 @@ PACKAGE = Path(__file__).parents[2] / "raytrain_bert"
 LAYERS = [
     {"config", "__init__"},
     {"runtime", "data", "batching", "model", "parallel", "optim", "metrics", "checkpoint", "progress", "run_folder",
-     "model_card"},
-    {"job", "step_log"},
-    {"command", "loop", "inference"},
+     "model_card", "faults", "pulse"},
+    {"job", "receipt"},
+    {"parts"},
+    {"step"},
+    {"step_log"},
+    {"command", "loop", "inference", "watch"},
     {"worker"},
     {"driver"},
     {"train", "predict"},
+    {"drill_report"},
+    {"drill"},
     {"cli"},
     {"__main__"},
 ]  # fmt: skip
@@ -58,7 +63,21 @@ def test_imports_point_down_only(module: str) -> None:
         assert LAYER_OF[other] < LAYER_OF[here], f"{module} ({here}) imports {other}"
 
 
-LIGHT = ["train", "cli", "predict", "job", "worker", "driver", "command", "config.load", "progress.screen"]
+LIGHT = [
+    "train",
+    "cli",
+    "predict",
+    "job",
+    "worker",
+    "driver",
+    "command",
+    "config.load",
+    "progress.screen",
+    "watch",
+    "faults",
+    "pulse",
+    "drill",
+]
 
 
 @pytest.mark.parametrize("module", LIGHT)

@@ -350,13 +350,19 @@ def test_text_is_shown_as_it_is_and_cannot_steer_the_terminal(clock):
     assert file.getvalue() == "[bold]a[/bold] :smile: ?[2Jb c?d\nlabels        [red]?\n"
 
 
-def test_a_loss_that_is_no_number_is_told_once(clock):
+def test_lost_workers_and_what_follows_are_told_in_a_line_each(clock):
     file = io.StringIO()
     screen = Screen(file, clock=clock)
-    for step in (1, 2, 3):
-        screen.handle(steps(step, loss=math.nan if step > 1 else 0.5))
-    assert file.getvalue().count("warning: the loss of step 2 is not a finite number.") == 1
-    assert "step 3 is not" not in file.getvalue()
+    screen.handle({"event": "lost", "reasons": {"1": "the process has died"}})
+    screen.handle({"event": "started", "step": 1200, "world_size": 1, "world_size_before": 2})
+    screen.handle({"event": "skipped", "step": 1300, "loss": math.nan, "skipped": 2, "rows": "a.csv row 5"})
+    screen.handle({"event": "taken_away", "ranks": [0, 1], "deadline_ms": None})
+    assert file.getvalue().splitlines() == [
+        "warning: worker 1: the process has died. New workers go on from the last checkpoint.",
+        "going on after step 1,200 with 1 worker in place of 2: the same rows a step, the same curve",
+        "warning: step 1,300 has no finite gradient (loss nan) and is left out (2 so far); a.csv row 5.",
+        "warning: Ray announces that the machine of worker 0, 1 will be taken away; saving now.",
+    ]
 
 
 def test_the_metric_that_chooses_is_always_shown(clock, terminal):

@@ -116,3 +116,37 @@ def test_resume_drops_the_metrics_that_will_be_written_again(tmp_path: Path) -> 
 def test_provenance_is_strict_json() -> None:
     content = json.loads(json.dumps(provenance(["raytrain-bert", "train"]), allow_nan=False))
     assert content["versions"]["torch"]
+
+
+def test_dropped_metrics_are_given_back_and_the_last_step_is_known(tmp_path: Path) -> None:
+    folder = make(tmp_path)
+    assert folder.last_recorded_step() == 0
+    lines = [{"kind": "train", "step": step} for step in (1, 2, 3)] + [{"kind": "validation", "step": 9}]
+    folder.append_metrics(json.dumps(line) for line in lines)
+    assert folder.last_recorded_step() == 3
+    assert folder.cut_metrics(2) == lines[2:]
+    assert folder.last_recorded_step() == 2
+
+
+def test_temporary_files_are_gone_after_a_run(tmp_path: Path) -> None:
+    folder = make(tmp_path)
+    (folder.path / "checkpoints" / ".step-00000001.tmp").mkdir(parents=True)
+    (folder.path / ".model.tmp").mkdir()
+    (folder.path / "run.tmp").write_text("{")
+    kept = {"config.yaml", "run.json", "logs", "checkpoints"}
+    folder.remove_leftovers()
+    assert {path.name for path in folder.path.iterdir()} == kept
+    assert not list((folder.path / "checkpoints").iterdir())
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc")
+def test_a_run_whose_process_has_ended_unseen_can_be_resumed(tmp_path: Path) -> None:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # ended, and left a zombie
+    folder = make(tmp_path, status="running", host=socket.gethostname(), pid=pid)
+    try:
+        assert RunFolder.to_resume(str(folder.path)).path == folder.path
+    finally:
+        os.waitpid(pid, 0)

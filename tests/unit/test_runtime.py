@@ -25,6 +25,9 @@ from raytrain_bert.runtime import Node, WorkerPlan, choose_precision, plan_worke
         ({"num_workers": 3}, [Node(8, 0)], WorkerPlan(3, False, 2)),
         ({"num_workers": 2, "use_gpu": True}, [Node(16, 2)], WorkerPlan(2, True, 4)),
         ({"cpus_per_worker": 6}, [Node(16, 2)], WorkerPlan(2, True, 6)),
+        ({"num_workers": "1..4"}, [Node(2, 0)], WorkerPlan(4, False, 1, 1)),
+        ({"num_workers": "1..2"}, [Node(1, 0), Node(1, 0)], WorkerPlan(2, False, 1, 1)),
+        ({"num_workers": "2..8"}, [Node(16, 4)], WorkerPlan(8, True, 2, 2)),
         # An equal share of 8 CPUs is 4, but only one node has 4.
         ({"num_workers": 2}, [Node(3, 0), Node(5, 0)], WorkerPlan(2, False, 3)),
     ],
@@ -36,6 +39,11 @@ def test_what_is_left_open_is_filled_in(settings: dict[str, object], nodes: list
 @pytest.mark.parametrize(
     ("settings", "nodes", "parts"),
     [
+        (
+            {"num_workers": "3..4"},
+            [Node(2, 0)],
+            ["3 workers with 1 CPU each", "There is room for 2", "--scaling.num-workers"],
+        ),
         (
             {"num_workers": 2, "use_gpu": True},
             [Node(2, 0)],
