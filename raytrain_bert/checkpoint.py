@@ -87,10 +87,20 @@ class CheckpointStore:
     """
 
     def __init__(
-        self, folder: Path, num_to_keep: int = 0, *, background: bool = False, timeout: timedelta | None = None
+        self,
+        folder: Path,
+        num_to_keep: int = 0,
+        *,
+        background: bool = False,
+        timeout: timedelta | None = None,
+        noted: Callable[[], int | None] = lambda: None,
     ) -> None:
-        """Every rank makes its own, at the same time: a process group is made for the writing thread."""
-        self.folder, self.num_to_keep, self.background = folder, num_to_keep, background
+        """Every rank makes its own, at the same time: a process group is made for the writing thread.
+
+        `noted` gives the step of the last checkpoint that the driver has written down; it is never rotated away, for
+        workers that outlive their driver a little would leave none whose steps are all in metrics.jsonl.
+        """
+        self.folder, self.num_to_keep, self.background, self.noted = folder, num_to_keep, background, noted
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout) if dist.is_initialized() else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if background else None
@@ -228,20 +238,26 @@ class CheckpointStore:
             raise RunFolderError(f"{path}: not a readable checkpoint ({error}).") from None
 
     def remove_old(self, progress: Progress) -> None:
-        """Remove all but the best, the last and the newest `num_to_keep` others."""
+        """Remove all but the best, the last, what the driver goes by, and the newest `num_to_keep` others."""
         kept = {progress.step, progress.best_step}
         others = [step for step in self.steps() if step not in kept]
+        noted = self._noted_and_its_best()
         for step in others[: max(0, len(others) - self.num_to_keep)]:
-            self._remove(step)
+            if step not in noted:
+                self._remove(step)
+
+    def _noted_and_its_best(self) -> set[int | None]:
+        noted = self.noted()
+        if noted not in self.steps():
+            return set()
+        try:
+            return {noted, self.read_progress(noted).best_step}
+        except RunFolderError:  # damaged: nothing to go on from
+            return set()
 
     def remove_unrecorded(self, step: int) -> list[int]:
-        """Remove checkpoints after `step`: their steps were never noted, and are trained again. Gives their steps.
-
-        Where no older one is left, they stay.
-        """
+        """Remove checkpoints after `step`: their steps were never noted, and are trained again. Gives their steps."""
         newer = [found for found in self.steps() if found > step]
-        if len(newer) == len(self.steps()):
-            return []
         for found in newer:
             self._remove(found)
         return newer

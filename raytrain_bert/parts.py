@@ -29,6 +29,7 @@ from raytrain_bert.model.layers import parameter_depth
 from raytrain_bert.optim import build_optimizer, build_schedule
 from raytrain_bert.pulse import Pulse
 from raytrain_bert.receipt import Receipt
+from raytrain_bert.run_folder import RunFolder
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 TOKENS_PER_MICRO_BATCH = {"cpu": 4096, "cuda": 16384}
@@ -170,6 +171,7 @@ def build_parts(
             config.checkpoint.num_to_keep,
             background=config.checkpoint.background,
             timeout=timedelta(minutes=config.scaling.timeout_minutes),
+            noted=RunFolder(Path(job.run_folder)).last_checkpoint,
         ),
         receipt=Receipt(len(splits["train"]), rank, world_size, device),
         pulse=Pulse(job.board.for_signs(), rank),

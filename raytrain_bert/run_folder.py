@@ -158,6 +158,11 @@ class RunFolder:
                 continue
         return max(steps)
 
+    def last_checkpoint(self) -> int | None:
+        """Step of the last checkpoint that the driver has noted, all steps before it being in metrics.jsonl."""
+        name = self.state().get("last_checkpoint")
+        return None if name is None else int(name.removeprefix("step-"))
+
     def remove_leftovers(self) -> None:
         """Remove the temporary files of a run that has ended, however it ended."""
         for path in (*self.path.glob("*.tmp"), *self.path.glob(".*.tmp"), *self.path.glob("checkpoints/.*.tmp")):

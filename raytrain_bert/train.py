@@ -271,7 +271,9 @@ def forget_unrecorded(folder: RunFolder, screen: Screen) -> None:
     """Take away checkpoints whose steps a killed driver never wrote down: those steps are trained again."""
     from raytrain_bert.checkpoint import CheckpointStore
 
-    removed = CheckpointStore(folder.path / "checkpoints").remove_unrecorded(folder.last_recorded_step())
+    # Where metrics.jsonl is gone, its steps were written down all the same.
+    recorded = max(folder.last_recorded_step(), folder.last_checkpoint() or 0)
+    removed = CheckpointStore(folder.path / "checkpoints").remove_unrecorded(recorded)
     if removed:
         screen.note(f"the checkpoint of step {removed[0]:,} is newer than metrics.jsonl and is left out")
 

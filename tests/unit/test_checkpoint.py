@@ -13,6 +13,7 @@ from torch import nn
 
 from raytrain_bert.checkpoint import CheckpointStore, Progress, storage_error, training_tensors
 from raytrain_bert.config.errors import RunFolderError
+from raytrain_bert.run_folder import RunFolder
 
 
 def make_training(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -173,14 +174,31 @@ def test_the_best_is_never_rotated_away(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000005"]
 
 
-def test_what_was_never_noted_is_removed_but_not_the_last_there_is(tmp_path: Path) -> None:
+def test_what_was_never_noted_is_removed(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, num_to_keep=9)
     for step in (10, 20, 30):
         store.save(tensors(), Progress(step=step))
     assert store.remove_unrecorded(25) == [30]
+    assert store.remove_unrecorded(20) == []
     assert store.steps() == [10, 20]
-    assert store.remove_unrecorded(5) == []
-    assert store.steps() == [10, 20]
+
+
+def test_workers_that_outlive_the_driver_leave_what_it_goes_on_from(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    store = CheckpointStore(tmp_path / "checkpoints", num_to_keep=1, noted=folder.last_checkpoint)
+    for step in range(10, 70, 10):
+        # The driver notes the checkpoint of step 20 and dies; what was best then is not any more.
+        store.save(tensors(), Progress(step=step, best_step=10 if step <= 20 else step))
+        if step == 20:
+            folder.update(last_checkpoint=store.path(step).name)
+    assert store.steps() == [10, 20, 50, 60]
+    assert store.remove_unrecorded(25) == [50, 60]
+    folder.update(last_checkpoint="step-00000010")
+    store.save(tensors(), Progress(step=30, best_step=30))
+    assert store.steps() == [10, 20, 30]
+    folder.update(last_checkpoint="step-00000030")
+    store.save(tensors(), Progress(step=40, best_step=40))
+    assert store.steps() == [30, 40]
 
 
 def test_leftovers_of_an_interrupted_save_are_removed(tmp_path: Path) -> None:
