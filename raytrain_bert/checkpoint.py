@@ -246,6 +246,12 @@ class CheckpointStore:
             if step not in noted:
                 self._remove(step)
 
+    def tidy(self) -> None:
+        """Remove what is too much now that the driver has noted everything; for the driver, after the workers' end."""
+        newest = self.latest()
+        if newest is not None:
+            self.remove_old(self.read_progress(newest))
+
     def _noted_and_its_best(self) -> set[int | None]:
         noted = self.noted()
         if noted not in self.steps():

@@ -107,7 +107,15 @@ def fit(
     if isinstance(outcome[0], BaseException):
         watch.ask_who_lags(board)
         raise cause(outcome[0], watch.lag)
+    tidy_checkpoints(folder, config)
     return outcome[0]  # type: ignore[no-any-return]
+
+
+def tidy_checkpoints(folder: RunFolder, config: Config) -> None:
+    """Leave the checkpoints that were asked for: the workers keep one more, as the driver may die."""
+    from raytrain_bert.checkpoint import CheckpointStore
+
+    CheckpointStore(folder.path / "checkpoints", config.checkpoint.num_to_keep).tidy()
 
 
 def failure_callback(board: BoardClient) -> Any:

@@ -199,6 +199,8 @@ def test_workers_that_outlive_the_driver_leave_what_it_goes_on_from(tmp_path: Pa
     folder.update(last_checkpoint="step-00000030")
     store.save(tensors(), Progress(step=40, best_step=40))
     assert store.steps() == [30, 40]
+    CheckpointStore(tmp_path / "checkpoints", num_to_keep=0).tidy()
+    assert store.steps() == [40]
 
 
 def test_leftovers_of_an_interrupted_save_are_removed(tmp_path: Path) -> None:
