@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from raytrain_bert.config.load import flag_of, settings_of
-from raytrain_bert.config.schema import Config
+from raytrain_bert.config.sweep import SweepConfig
 
 
 def settings_page() -> str:
@@ -19,10 +19,10 @@ def settings_page() -> str:
         "refused.",
     ]
     section = ""
-    for key, field in settings_of(Config):
+    for key, field in settings_of(SweepConfig):
         if key.partition(".")[0] != section:
             section = key.partition(".")[0]
-            description = Config.model_fields[section].description
+            description = SweepConfig.model_fields[section].description
             lines += ["", f"## {section}", "", str(description), "", "| flag | default | meaning |", "|---|---|---|"]
         default = field.default
         shown = ", ".join(map(str, default)) if isinstance(default, list) else default

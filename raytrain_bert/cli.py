@@ -10,6 +10,7 @@ from raytrain_bert import __version__
 
 VERBS = {
     "train": "train a classifier on labelled text",
+    "tune": "search settings: many training runs, and the best of them",
     "predict": "label new text with a trained model",
     "drill": "kill a short training job in several ways and see what survives",
 }

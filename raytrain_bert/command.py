@@ -8,9 +8,10 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic
 
 from raytrain_bert.config.errors import ConfigError, UserError
-from raytrain_bert.config.load import add_flags, load_config
+from raytrain_bert.config.load import Root, add_flags, load_config
 from raytrain_bert.config.schema import Config
 from raytrain_bert.faults import WorkerFault, WorkersFailed
 
@@ -19,10 +20,10 @@ RESUMABLE_SECTIONS = ("scaling", "checkpoint")
 
 
 @dataclass(frozen=True)
-class Command:
+class Command(Generic[Root]):
     """One call of an entry: its configuration and how it is run."""
 
-    config: Config
+    config: Root
     resume: str | None
     overwrite: bool
     quiet: bool
@@ -30,8 +31,22 @@ class Command:
     print_config: bool
 
 
-def parse_command(verb: str, description: str, argv: Sequence[str]) -> Command:
+def parse_command(
+    verb: str,
+    description: str,
+    argv: Sequence[str],
+    *,
+    root: type[Root] = Config,  # type: ignore[assignment]
+    resumable: Sequence[str] = RESUMABLE_SECTIONS,
+) -> Command[Root]:
     """Read the command line of an entry; `--help` exits here.
+
+    Args:
+        verb: name of the entry.
+        description: for its help.
+        argv: the words.
+        root: schema of its configuration.
+        resumable: sections that may change when a run is resumed.
 
     Raises:
         ConfigError: with every problem of flags and file.
@@ -49,13 +64,13 @@ def parse_command(verb: str, description: str, argv: Sequence[str]) -> Command:
     parser.add_argument("--print-config", action="store_true", help="Print the resolved configuration and exit.")
     parser.add_argument("--quiet", action="store_true", help="Print only the closing table and errors.")
     parser.add_argument("--verbose", action="store_true", help="Print Ray's messages too.")
-    add_flags(parser)
+    add_flags(parser, root)
     known, unknown = parser.parse_known_args([_with_dashes(word) for word in argv])
     flags = {key: value for key, value in vars(known).items() if "." in key}
     if known.resume is not None:
-        config = _resumed_config(known, flags, unknown)
+        config = _resumed_config(known, flags, unknown, root, resumable)
     else:
-        config = load_config(flags, known.config, unknown)
+        config = load_config(flags, known.config, unknown, root)
     if known.quiet and known.verbose:
         raise ConfigError("--quiet and --verbose exclude each other.")
     return Command(config, known.resume, known.overwrite, known.quiet, known.verbose, known.print_config)
@@ -104,19 +119,25 @@ def _with_dashes(word: str) -> str:
     return flag.replace("_", "-") + equals + value if flag.startswith("--") else word
 
 
-def _resumed_config(known: argparse.Namespace, flags: dict[str, object], unknown: list[str]) -> Config:
+def _resumed_config(
+    known: argparse.Namespace,
+    flags: dict[str, object],
+    unknown: list[str],
+    root: type[Root],
+    resumable: Sequence[str],
+) -> Root:
     """The interrupted run's own configuration; only what does not change its result may be set anew."""
     if known.config is not None or known.overwrite:
         raise ConfigError("--resume takes the run's own configuration; leave out --config and --overwrite.")
-    fixed = [key for key in flags if key.partition(".")[0] not in RESUMABLE_SECTIONS]
+    fixed = [key for key in flags if key.partition(".")[0] not in resumable]
     if fixed:
         raise ConfigError(
-            f"{', '.join(fixed)}: a resumed run keeps its settings; only {' and '.join(RESUMABLE_SECTIONS)} may change."
+            f"{', '.join(fixed)}: a resumed run keeps its settings; only {' and '.join(resumable)} may change."
         )
     path = Path(known.resume).expanduser() / "config.yaml"
     if not path.is_file():
         raise ConfigError(f"{known.resume} is no run folder: it has no config.yaml.")
-    return load_config(flags, path, unknown)
+    return load_config(flags, path, unknown, root)
 
 
 def _first_lines(text: str, count: int = 12) -> str:

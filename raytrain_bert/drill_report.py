@@ -15,7 +15,7 @@ from raytrain_bert.progress.format import duration
 
 LARGEST_DIFFERENCE = 1e-3
 """Relative difference of loss or gradient norm up to which a curve counts as the same (kernels of GPUs vary)."""
-NOT_COMPARED = ("seconds", "rows_per_rank")
+NOT_COMPARED = ("seconds", "straggler_gap", "rows_per_rank")
 
 
 @dataclass(frozen=True)

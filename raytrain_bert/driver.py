@@ -146,7 +146,10 @@ class Signals:
         self.received: str | None = None
 
     def __enter__(self) -> Signals:
-        self.before = {number: signal.signal(number, self.receive) for number in (signal.SIGINT, signal.SIGTERM)}
+        # Elsewhere than in the main thread, as in a trial of a sweep, the signals are another's.
+        ours = threading.current_thread() is threading.main_thread()
+        numbers = [signal.SIGINT, signal.SIGTERM] if ours else []
+        self.before = {number: signal.signal(number, self.receive) for number in numbers}
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -24,10 +24,12 @@ from raytrain_bert.checkpoint import Progress, training_tensors
 from raytrain_bert.config.errors import RunFolderError, TrainingError
 from raytrain_bert.faults import fault_of
 from raytrain_bert.job import Job
-from raytrain_bert.metrics import EvaluationMetrics, is_better
+from raytrain_bert.metrics import EvaluationMetrics
 from raytrain_bert.model.build import save_model
 from raytrain_bert.parts import Parts, build_parts, device_of, load_rows
 from raytrain_bert.pulse import COMPUTING, EXCHANGING, PREPARING
+from raytrain_bert.scores import is_better
+from raytrain_bert.soup import greedy_soup
 from raytrain_bert.step import StepResult, out_of_memory, share_of, train_step, weight_of
 from raytrain_bert.step_log import StepLog
 
@@ -38,6 +40,8 @@ SECONDS_BETWEEN_QUESTIONS = 5.0
 """Asking Ray whether a node will be taken away is a barrier over all workers."""
 SECONDS_BETWEEN_REPORTS = 5.0
 MOST_SKIPPED_IN_A_ROW = 25
+SAME_SCORE = 1e-5
+"""Of a checkpoint and the score it was chosen for, which another number of workers may have computed."""
 RECEIPT_TENSOR = "receipt.times_seen"
 
 
@@ -74,8 +78,11 @@ def train(job: Job) -> dict[str, Any]:
             )
         parts = build_parts(job, device_of(job), *load_rows(job.files))
         parts.pulse.start()
-        progress = restore(parts)
-        result = run_to_the_end(parts, progress)
+        if job.purpose == "soup":
+            result = cook(parts)
+        else:
+            progress = restore(parts)
+            result = run_to_the_end(parts, progress)
         parts.store.close()
         return result
     except Exception as error:
@@ -91,7 +98,7 @@ def run_to_the_end(parts: Parts, progress: Progress) -> dict[str, Any]:
     """Train the epochs that are left, then finish; or stop where the user asked for it."""
     clocks = Clocks()
     try:
-        while not is_over(parts, progress):
+        while parts.job.purpose != "finish" and not is_over(parts, progress):
             train_epoch(parts, progress, clocks)
             validate_and_save(parts, progress, clocks)
         return finish(parts, progress)
@@ -165,6 +172,7 @@ def train_epoch(parts: Parts, progress: Progress, clocks: Clocks) -> None:
         parts.device,
         every=config.train.log_every_steps or LOG_EVERY_STEPS[parts.device.type],
         total_steps=parts.total_steps,
+        world_size=parts.world_size,
     )
     parts.module.train()
     for batch in batches[progress.step_in_epoch :]:
@@ -371,7 +379,8 @@ def validate_and_save(parts: Parts, progress: Progress, clocks: Clocks) -> None:
         start = time.monotonic()
         scores, _ = evaluate(parts, "validation", progress.step)
         score = parallel.broadcast(scores[config.best_metric])
-        is_best = is_better(config.best_metric, score, progress.best_score)
+        # What was trained on cannot choose between epochs: the last one counts.
+        is_best = parts.job.on_validation_too or is_better(config.best_metric, score, progress.best_score)
         improved = is_better(config.best_metric, score, progress.reference_score, config.early_stopping_min_delta)
         epochs_done = progress.epoch + progress.step_in_epoch / parts.steps_per_epoch
         if is_best or progress.best_step is None:  # a run whose every score is NaN still has a checkpoint to show
@@ -390,6 +399,7 @@ def validate_and_save(parts: Parts, progress: Progress, clocks: Clocks) -> None:
             step=progress.step,
             scores=report,
             is_best=is_best,
+            best={"epoch": progress.best_epoch, "step": progress.best_step, "score": progress.best_score},
             seconds=time.monotonic() - start,
         )
         save(parts, progress, clocks, report)
@@ -463,18 +473,61 @@ def finish(parts: Parts, progress: Progress) -> dict[str, Any]:
             "score": progress.best_score,
         },
     }
+    if parts.job.purpose == "trial":
+        return result | {"status": "trained"}
+    if parts.job.purpose == "finish":
+        check_best(parts, progress)
+    return result | test_and_write(parts, progress)
+
+
+def test_and_write(parts: Parts, progress: Progress) -> dict[str, Any]:
+    """Test the model as it is, where there are test rows, and write it."""
+    result: dict[str, Any] = {}
     if len(parts.splits["test"]):
         parts.post("phase", text="testing the best checkpoint")
         start = time.monotonic()
         tested, confusion = evaluate(parts, "test", progress.step)
         scores = {key: finite_or_none(value) for key, value in tested.items()}
-        result |= {"test": scores, "confusion": confusion.tolist()}
+        result = {"test": scores, "confusion": confusion.tolist()}
         seconds = time.monotonic() - start
         parts.post("test", epoch=progress.best_epoch, step=progress.best_step, scores=scores, seconds=seconds)
     if parts.rank == 0:
         parts.post("phase", text="writing the model")
         write_model(parts)
     return result
+
+
+def cook(parts: Parts) -> dict[str, Any]:
+    """Average the weights of the ingredients; where that is better than the first alone, test and write it."""
+    metric = parts.config.train.best_metric
+    parts.post("phase", text="averaging weights")
+
+    def score() -> float:
+        return parallel.broadcast(float(evaluate(parts, "validation")[0][metric]))
+
+    soup = greedy_soup(parts, score)
+    won = is_better(metric, soup["score"], soup["alone"])
+    best = {"epoch": 0.0, "step": 0, "metric": metric, "score": soup["score"]}
+    result = {"status": "finished", "step": 0, "stopped_early": False, "skipped_steps": 0, "best": best, "soup": soup}
+    return result | {"won": won} | (test_and_write(parts, Progress(best_epoch=0.0, best_step=0)) if won else {})
+
+
+def check_best(parts: Parts, progress: Progress) -> None:
+    """Validate the best checkpoint once more: it must have the score that it was chosen for.
+
+    Raises:
+        TrainingError: it has another one.
+    """
+    metric = parts.config.train.best_metric
+    parts.post("phase", text="validating the best checkpoint")
+    scores, _ = evaluate(parts, "validation", progress.step)
+    if progress.best_score is not None and not math.isclose(
+        scores[metric], progress.best_score, rel_tol=SAME_SCORE, abs_tol=SAME_SCORE
+    ):
+        raise TrainingError(
+            f"The checkpoint of step {progress.best_step:,} was chosen for {metric} {progress.best_score:.6g} and has "
+            f"{scores[metric]:.6g}."
+        )
 
 
 def write_model(parts: Parts) -> None:

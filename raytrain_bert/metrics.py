@@ -11,18 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torchmetrics.functional.classification import multiclass_confusion_matrix
 
-# Whether the largest or the smallest value is the best one.
-METRICS: dict[str, str] = {"accuracy": "max", "macro_f1": "max", "weighted_f1": "max", "mcc": "max", "loss": "min"}
+from raytrain_bert.scores import METRICS
+
 IGNORED = -1
-
-
-def is_better(metric: str, new: float, old: float | None, min_delta: float = 0.0) -> bool:
-    """Whether `new` beats `old` by more than `min_delta`; NaN beats nothing, any number beats NaN or None."""
-    if math.isnan(new):
-        return False
-    if old is None or math.isnan(old):
-        return True
-    return new > old + min_delta if METRICS[metric] == "max" else new < old - min_delta
 
 
 class EvaluationMetrics:

@@ -39,7 +39,14 @@ def parameter_groups(
         if name in head and settings.head_learning_rate is not None:
             rate = settings.head_learning_rate
         group = groups.setdefault(
-            key, {"params": [], "lr": rate, "weight_decay": settings.weight_decay if key[2] else 0.0}
+            key,
+            {
+                "params": [],
+                "lr": rate,
+                "weight_decay": settings.weight_decay if key[2] else 0.0,
+                "is_head": key[1],
+                "depth_below_top": top - depths[name],
+            },
         )
         group["params"].append(parameter)
     return [groups[key] for key in sorted(groups, reverse=True)]
@@ -68,6 +75,32 @@ def build_optimizer(
         eps=settings.epsilon,
         fused=devices <= set(FUSED_DEVICES),
     )
+
+
+def settings_in(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """The settings of section optim, by dotted key, that a live optimizer with its schedule works with.
+
+    Peak learning rates are read from the parameter groups, and layer_decay is what lies between them.
+    """
+    groups = optimizer.param_groups
+    rates = {group["depth_below_top"]: group["initial_lr"] for group in groups if not group["is_head"]}
+    head = [group["initial_lr"] for group in groups if group["is_head"]]
+    found: dict[str, float] = {
+        "optim.weight_decay": max(group["weight_decay"] for group in groups),
+        "optim.beta1": groups[0]["betas"][0],
+        "optim.beta2": groups[0]["betas"][1],
+        "optim.epsilon": groups[0]["eps"],
+    }
+    if head:
+        found["optim.head_learning_rate"] = head[0]
+    if not rates:  # nothing but the head is trained
+        return found | {"optim.learning_rate": head[0]}
+    nearest, farthest = min(rates), max(rates)
+    decay = 1.0
+    if farthest > nearest and rates[nearest] > 0:
+        decay = (rates[farthest] / rates[nearest]) ** (1 / (farthest - nearest))
+        found["optim.layer_decay"] = decay
+    return found | {"optim.learning_rate": rates[nearest] / decay**nearest}
 
 
 def warmup_steps(settings: OptimConfig, total_steps: int) -> int:

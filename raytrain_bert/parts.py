@@ -26,7 +26,7 @@ from raytrain_bert.data.split import SPLITS
 from raytrain_bert.job import DATASET, Job
 from raytrain_bert.model.build import accepts_token_types, build_model, load_tokenizer
 from raytrain_bert.model.layers import parameter_depth
-from raytrain_bert.optim import build_optimizer, build_schedule
+from raytrain_bert.optim import build_optimizer, build_schedule, settings_in
 from raytrain_bert.pulse import Pulse
 from raytrain_bert.receipt import Receipt
 from raytrain_bert.run_folder import RunFolder
@@ -135,6 +135,8 @@ def build_parts(
     """Load model and optimizer on this rank."""
     config = job.config
     torch.set_num_threads(job.threads)
+    if job.on_validation_too:
+        splits = splits | {"train": np.sort(np.concatenate([splits["train"], splits["validation"]]))}
     use_deterministic_kernels(config.train.deterministic)
     rank, world_size = parallel.rank_and_world_size()
     tokenizer = load_tokenizer(config.model)
@@ -205,6 +207,7 @@ def post_ready(parts: Parts) -> None:
         device=torch.cuda.get_device_name(parts.device) if parts.device.type == "cuda" else "CPU",
         world_size=parts.world_size,
         workers=workers,
+        effective=effective_settings(parts),
         threads=torch.get_num_threads(),
         precision=parts.precision,
         parameters=sum(p.numel() for p in parts.module.parameters()),
@@ -214,6 +217,24 @@ def post_ready(parts: Parts) -> None:
         total_steps=parts.total_steps,
         global_batch_size=parts.config.train.global_batch_size,
     )
+
+
+def effective_settings(parts: Parts) -> dict[str, Any]:
+    """Settings by dotted key: of the live optimizer and model where they can be read there, else as this worker has it.
+
+    A head_learning_rate that was left open is that of the rest.
+    """
+    found: dict[str, Any] = {
+        key: value
+        for section, settings in parts.config.model_dump(mode="json").items()
+        if section in ("data", "model", "optim", "train")
+        for key, value in ((f"{section}.{name}", value) for name, value in settings.items())
+    }
+    live: dict[str, Any] = dict(settings_in(parts.optimizer))
+    dropouts = {module.p for module in parts.module.modules() if isinstance(module, nn.Dropout)}
+    if parts.config.model.dropout is not None and len(dropouts) == 1:
+        live["model.dropout"] = dropouts.pop()
+    return found | live
 
 
 def node_id() -> str | None:

@@ -20,6 +20,34 @@ from raytrain_bert.config.errors import ConfigError, RunFolderError
 PACKAGES = ("raytrain-bert", "torch", "ray", "transformers", "tokenizers", "datasets", "pyarrow")
 
 
+class StateFile:
+    """A JSON file of fields that is whole at any moment; one process writes it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self) -> dict[str, Any]:
+        """What it holds; nothing where there is none.
+
+        Raises:
+            RunFolderError: it is not readable.
+        """
+        try:
+            content: dict[str, Any] = json.loads(self.path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        except ValueError as error:
+            raise RunFolderError(f"{self.path}: not readable ({error}).") from None
+        return content
+
+    def update(self, **fields: Any) -> None:
+        """Set fields."""
+        temporary = self.path.with_suffix(".tmp")
+        text = json.dumps(self.read() | fields, indent=1, allow_nan=False, ensure_ascii=False)
+        temporary.write_text(text + "\n", encoding="utf-8")
+        os.replace(temporary, self.path)
+
+
 class RunFolder:
     """Paths and files of RUN; the driver alone writes run.json and metrics.jsonl."""
 
@@ -105,20 +133,11 @@ class RunFolder:
 
     def state(self) -> dict[str, Any]:
         """What run.json holds."""
-        try:
-            content: dict[str, Any] = json.loads(self.state_path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return {}
-        except ValueError as error:
-            raise RunFolderError(f"{self.state_path}: not readable ({error}).") from None
-        return content
+        return StateFile(self.state_path).read()
 
     def update(self, **fields: Any) -> None:
         """Set fields of run.json; the file is whole at any moment."""
-        temporary = self.state_path.with_suffix(".tmp")
-        text = json.dumps(self.state() | fields, indent=1, allow_nan=False, ensure_ascii=False)
-        temporary.write_text(text + "\n", encoding="utf-8")
-        os.replace(temporary, self.state_path)
+        StateFile(self.state_path).update(**fields)
 
     def write_confusion(self, labels: Sequence[str], matrix: Sequence[Sequence[int]]) -> None:
         """Write the test's confusion matrix, a line for each true label."""
@@ -158,6 +177,41 @@ class RunFolder:
                 continue
         return max(steps)
 
+    def records(self, kind: str) -> list[dict[str, Any]]:
+        """The records of metrics.jsonl of one kind, in order."""
+        found = []
+        for line in self._metric_lines():
+            try:
+                record = json.loads(line)
+                if record["kind"] == kind:
+                    found.append(record)
+            except (ValueError, KeyError, TypeError):  # the last line of a killed run may be half written
+                continue
+        return found
+
+    def newest_records(self, most_bytes: int = 65_536) -> list[dict[str, Any]]:
+        """The last records of metrics.jsonl, without reading all of it."""
+        try:
+            with self.metrics_path.open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - most_bytes))
+                lines = file.read().decode("utf-8", "replace").splitlines()
+        except OSError:
+            return []
+        records = []
+        for line in lines[1 if size > most_bytes else 0 :]:
+            try:
+                records.append(json.loads(line))
+            except ValueError:
+                continue
+        return [record for record in records if isinstance(record, dict)]
+
+    def speed(self) -> float | None:
+        """Training rows a second of the last steps."""
+        steps = [record for record in self.newest_records() if record.get("kind") == "train"][-50:]
+        seconds = sum(record["seconds"] for record in steps)
+        return round(sum(record["rows"] for record in steps) / seconds, 2) if seconds else None
+
     def last_checkpoint(self) -> int | None:
         """Step of the last checkpoint that the driver has noted, all steps before it being in metrics.jsonl."""
         name = self.state().get("last_checkpoint")
@@ -178,20 +232,28 @@ class RunFolder:
 
     def refuse_running(self) -> None:
         """Refuse a folder whose run is alive on this machine."""
-        state = self.state()
-        pid = state.get("pid")
-        if state.get("status") not in ("preparing", "running") or state.get("host") != socket.gethostname() or not pid:
-            return
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return
-        except PermissionError:
-            pass
-        if _is_zombie(pid):
-            return
-        if pid != os.getpid():
-            raise RunFolderError(f"The run in {self.path} is still going on (process {pid}).")
+        refuse_running(self.path, self.state())
+
+
+def refuse_running(path: Path, state: dict[str, Any]) -> None:
+    """Refuse a folder whose run or sweep is alive on this machine, by the state that was written down.
+
+    Raises:
+        RunFolderError: it is alive.
+    """
+    pid = state.get("pid")
+    if state.get("status") not in ("preparing", "running") or state.get("host") != socket.gethostname() or not pid:
+        return
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return
+    except PermissionError:
+        pass
+    if _is_zombie(pid):
+        return
+    if pid != os.getpid():
+        raise RunFolderError(f"The run in {path} is still going on (process {pid}).")
 
 
 def provenance(command: list[str]) -> dict[str, Any]:

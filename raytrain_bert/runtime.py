@@ -119,16 +119,12 @@ def start_ray(settings: ScalingSettings, node: Node) -> str | None:
     Raises:
         ResourceError: the cluster cannot be reached.
     """
-    # Ray warns once per process about a change of this default; the new behaviour is what we want.
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    set_environment()
     import ray
 
     if ray.is_initialized():
         return None
     address = cluster_address(settings)
-    os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
-    # Held-back repetitions would be printed when the process ends, behind the closing table.
-    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     env_vars = {
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -153,6 +149,15 @@ def start_ray(settings: ScalingSettings, node: Node) -> str | None:
             "--scaling.address (and RAY_ADDRESS) for a local Ray."
         ) from None
     return f"http://{url}" if url else None
+
+
+def set_environment() -> None:
+    """What Ray reads from the environment when it is imported."""
+    # Ray warns once per process about a change of this default; the new behaviour is what we want.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
+    # Held-back repetitions would be printed when the process ends, behind the closing table.
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import socket
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,36 @@ from raytrain_bert.batching.collate import MicroBatch, collate
 from raytrain_bert.config.errors import ResourceError
 from raytrain_bert.parts import Parts
 from raytrain_bert.pulse import COMPUTING, EXCHANGING
+
+
+class Stopwatch:
+    """Time that a rank computes; on a GPU by its own clock, which is read later so that nothing waits for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Start."""
+        self._events: list[torch.cuda.Event] = []
+        self._on_gpu = device.type == "cuda"
+        self._started = time.perf_counter()
+        self._seconds = 0.0
+        self._mark()
+
+    def stop(self) -> None:
+        """Stop."""
+        self._seconds = time.perf_counter() - self._started
+        self._mark()
+
+    def seconds(self) -> float:
+        """Between start and stop; a GPU must have come past the stop."""
+        if self._on_gpu:
+            first, last = self._events
+            return float(first.elapsed_time(last)) / 1000
+        return self._seconds
+
+    def _mark(self) -> None:
+        if self._on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._events.append(event)
 
 
 @dataclass(frozen=True)
@@ -43,6 +74,8 @@ class StepResult:
     """L2 norm of the whole gradient before clipping, (); the same on every rank."""
     skipped: bool
     """Left out, because the gradient was not finite."""
+    busy: Stopwatch
+    """Ran while this rank computed, up to the last backward, in which it waits for the others."""
 
 
 def share_of(parts: Parts, batch: NDArray[np.int64], lengths: NDArray[np.integer]) -> Share:
@@ -77,6 +110,7 @@ def train_step(parts: Parts, share: Share, global_weight: float, step: int) -> S
     scale = parts.world_size / global_weight if share.counted else 0.0
     total = torch.zeros((), device=parts.device, dtype=torch.float64)
     parts.pulse.set(step + 1, COMPUTING)
+    busy = Stopwatch(parts.device)
     for index, micro_batch in enumerate(share.micro_batches):
         batch = micro_batch.to(parts.device)
         is_last = index == len(share.micro_batches) - 1
@@ -86,6 +120,7 @@ def train_step(parts: Parts, share: Share, global_weight: float, step: int) -> S
                     logits = parts.model(**batch.inputs()).logits
                 loss_sum = F.cross_entropy(logits.float(), batch.labels, weight=parts.class_weights, reduction="sum")
                 if is_last:
+                    busy.stop()
                     parts.pulse.set(step + 1, EXCHANGING)
                 parts.scaler.scale(loss_sum * scale).backward()
         except torch.OutOfMemoryError as error:
@@ -103,7 +138,7 @@ def train_step(parts: Parts, share: Share, global_weight: float, step: int) -> S
         parts.scaler.update()
     parts.schedule.step()
     parts.optimizer.zero_grad(set_to_none=True)
-    return StepResult(total, weight_of(parts, share.rows), grad_norm, skipped)
+    return StepResult(total, weight_of(parts, share.rows), grad_norm, skipped, busy)
 
 
 def out_of_memory(parts: Parts, batch: MicroBatch) -> ResourceError:

@@ -13,7 +13,7 @@ from torch import Tensor
 from raytrain_bert import parallel
 from raytrain_bert.batching.collate import MicroBatch
 from raytrain_bert.progress.board import BoardClient
-from raytrain_bert.step import StepResult
+from raytrain_bert.step import StepResult, Stopwatch
 
 FIGURES = 5
 """Of each step: loss sum, weight, rows, tokens, tokens with padding."""
@@ -25,12 +25,15 @@ class StepLog:
     The exchange also carries wishes (to stop, to save, ...), so that every rank learns of them at the same step.
     """
 
-    def __init__(self, board: BoardClient, rank: int, device: torch.device, *, every: int, total_steps: int) -> None:
-        self.board, self.rank, self.device = board, rank, device
+    def __init__(
+        self, board: BoardClient, rank: int, device: torch.device, *, every: int, total_steps: int, world_size: int = 1
+    ) -> None:
+        self.board, self.rank, self.device, self.world_size = board, rank, device, world_size
         self.every, self.total_steps = every, total_steps
         self.sums: list[Tensor] = []
         self.steps: list[dict[str, Any]] = []
         self.norms: list[Tensor] = []
+        self.busy: list[Stopwatch] = []
         self.started = time.monotonic()
 
     def add(
@@ -45,6 +48,7 @@ class StepLog:
         ]
         self.sums.append(torch.cat([result.loss_sum.reshape(1), result.loss_sum.new_tensor(counts)]))
         self.norms.append(result.grad_norm.detach())
+        self.busy.append(result.busy)
         self.steps.append(
             {"epoch": epoch, "step": step, "learning_rate": learning_rate}
             | ({"skipped": True} if result.skipped else {})
@@ -64,13 +68,20 @@ class StepLog:
 
         The same on every rank. Each gives as many wishes, at most as many as a step has figures.
         """
-        figures = [float(wish) for wish in wishes] + [0.0] * (FIGURES - len(wishes))
-        mine = torch.tensor([figures], dtype=torch.float64, device=self.device)
-        sums = parallel.sum_over_ranks(torch.cat([*(row[None] for row in self.sums), mine])).tolist()
-        granted = [figure > 0 for figure in sums.pop()[: len(wishes)]]
+        # One exchange for all: a row for each step, one for the wishes, and one with a column for each rank's time.
+        norms = torch.stack(self.norms).tolist() if self.norms else []  # waits for the device: the times can be read
+        table = torch.zeros(
+            (len(self.sums) + 2, max(FIGURES, self.world_size)), dtype=torch.float64, device=self.device
+        )
+        if self.sums:
+            table[:-2, :FIGURES] = torch.stack(self.sums)
+        table[-2, : len(wishes)] = torch.tensor([float(wish) for wish in wishes], dtype=torch.float64)
+        table[-1, self.rank] = sum(busy.seconds() for busy in self.busy)
+        *sums, wished, times = parallel.sum_over_ranks(table).tolist()
+        granted = [figure > 0 for figure in wished[: len(wishes)]]
         if not self.steps:
             return [], granted
-        norms = torch.stack(self.norms).tolist()
+        gap = (max(times[: self.world_size]) - min(times[: self.world_size])) / len(self.steps)
         now = time.monotonic()
         records = [
             {
@@ -81,11 +92,12 @@ class StepLog:
                 "tokens": int(tokens),
                 "padded_tokens": int(padded),
                 "seconds": (now - self.started) / len(self.steps),
+                "straggler_gap": gap,
             }
-            for step, norm, (loss, weight, rows, tokens, padded) in zip(self.steps, norms, sums, strict=True)
+            for step, norm, (loss, weight, rows, tokens, padded, *_) in zip(self.steps, norms, sums, strict=True)
         ]
         if self.rank == 0:
             event = {"event": "steps", "records": records, "total_steps": self.total_steps}
             self.board.post([event | {"seconds": now - self.started}])
-        self.sums, self.steps, self.norms, self.started = [], [], [], now
+        self.sums, self.steps, self.norms, self.busy, self.started = [], [], [], [], now
         return records, granted

@@ -3,40 +3,35 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from raytrain_bert import command, runtime
-from raytrain_bert.config.errors import ConfigError, DataError, UserError
+from raytrain_bert.config.errors import DataError, UserError
 from raytrain_bert.config.load import dump_yaml, with_absolute_paths
 from raytrain_bert.config.schema import Config
-from raytrain_bert.driver import fit, stop_at_sigterm
-from raytrain_bert.job import Job
-from raytrain_bert.model_card import model_card
-from raytrain_bert.progress.board import BoardClient, LocalBoard, RemoteBoard, start_board_actor
+from raytrain_bert.driver import stop_at_sigterm
 from raytrain_bert.progress.screen import Screen, Summary
 from raytrain_bert.progress.streams import Streams, captured_streams
+from raytrain_bert.run import Trained, class_weights, data_name, prepare, start, train_on, write_result
 from raytrain_bert.run_folder import RunFolder, now, provenance
-from raytrain_bert.watch import Watch
+from raytrain_bert.trackers import check_trackers
 
 if TYPE_CHECKING:
     from raytrain_bert.data.prepare import PreparedData
-    from raytrain_bert.runtime import Node, WorkerPlan
+    from raytrain_bert.runtime import WorkerPlan
 
 DESCRIPTION = (
     "Train a BERT-style classifier on labelled text with every GPU there is. Without any flag: BBC News with MiniLM, "
     "both from PyPI packages."
 )
-DEFAULT_MAX_LENGTH = 512
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,13 +72,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return command.guard(body, screen.error, error_path)
 
 
-def data_name(config: Config) -> str:
-    """A short name of the training data, for the run folder."""
-    first = config.data.train[0]
-    name = Path(first.partition(":")[2] if first.startswith(("bundled:", "hf:")) else first.rstrip("/*")).name
-    return re.sub(r"[^\w-]+", "-", name.partition(".")[0]).strip("-") or "run"
-
-
 def run(
     config: Config,
     folder: RunFolder,
@@ -113,6 +101,7 @@ def run(
     local = runtime.cluster_address(config.scaling) is None
     if local:  # refused before anything is started
         runtime.plan_workers(config.scaling, [node])
+    check_trackers(config.output.trackers or ())
     attempt = provenance(["raytrain-bert", "train", *words])
     if resumed:
         earlier = folder.state().get("resumed", [])
@@ -132,7 +121,7 @@ def run(
             raise DataError(
                 f"The data has changed since the run in {folder.path} began; it cannot go on with other rows."
             )
-        weights = class_weights(config.train.class_weights, data)
+        class_weights(config.train.class_weights, data)
     except (UserError, KeyboardInterrupt):
         if resumed:
             folder.update(status="interrupted")
@@ -144,117 +133,8 @@ def run(
         raise
     show_facts(screen, data, folder, dashboard)
     warn_of_idle_workers(config, data, workers, screen)
-    if resumed:
-        forget_unrecorded(folder, screen)
-    folder.begin(
-        labels=list(data.labels.names),
-        rows=data.num_rows,
-        data_fingerprint=data.fingerprint,
-        files=len(data.files),
-    )
-    board = RemoteBoard(start_board_actor()) if workers.num_workers else LocalBoard()
-    job = make_job(config, folder, data, workers, max_length(config, longest), board, weights)
-    screen.phase(starting(workers))
-    screen.best_metric = config.train.best_metric
-    watch = Watch(screen, folder, started)
-    try:
-        result = fit(job, board, data, workers, config, folder, watch)
-    except BaseException as error:
-        stopped = isinstance(error, KeyboardInterrupt)
-        folder.update(status="interrupted" if stopped else "failed", ended=now())
-        raise
-    return report(result, config, folder, data, job, screen, watch)
-
-
-def start(config: Config, node: Node, screen: Screen) -> tuple[Any, int, str | None]:
-    """Start Ray and load the tokenizer, one beside the other; gives (tokenizer, longest input, dashboard)."""
-    address = runtime.cluster_address(config.scaling)
-    screen.phase(f"joining the Ray cluster at {address}" if address else "starting Ray")
-    with ThreadPoolExecutor(1) as pool:
-        loading = pool.submit(load_text_side, config)
-        # In the main thread: Ray's processes end with the thread that started them.
-        dashboard = runtime.start_ray(config.scaling, node)
-        tokenizer, longest = loading.result()
-    return tokenizer, longest, dashboard
-
-
-def load_text_side(config: Config) -> tuple[Any, int]:
-    """The tokenizer, and the longest input that the model takes."""
-    from raytrain_bert.model.build import load_tokenizer, longest_input
-
-    tokenizer = load_tokenizer(config.model)
-    return tokenizer, longest_input(config.model, tokenizer)
-
-
-def prepare(config: Config, tokenizer: Any, longest: int, screen: Screen) -> PreparedData:
-    """Read and tokenise the data."""
-    from raytrain_bert.data.prepare import prepare_data
-
-    return prepare_data(config.data, tokenizer, max_length(config, longest), screen.phase)
-
-
-def max_length(config: Config, longest: int) -> int:
-    """Longest input of the run in tokens: as set, else the model's limit but not over 512."""
-    wanted = config.data.max_length
-    if wanted is not None and wanted > longest:
-        raise ConfigError(f"data.max_length {wanted}: {config.model.name} takes at most {longest} tokens.")
-    return wanted or min(longest, DEFAULT_MAX_LENGTH)
-
-
-def make_job(
-    config: Config,
-    folder: RunFolder,
-    data: PreparedData,
-    workers: WorkerPlan,
-    max_length: int,
-    board: BoardClient,
-    weights: tuple[float, ...] | None,
-) -> Job:
-    """What the workers get."""
-    from raytrain_bert.model.build import resolve_model
-
-    # Workers run in a folder of Ray's, so a model folder is named by its absolute path.
-    model = config.model.model_copy(update={"name": resolve_model(config.model.name)})
-    return Job(
-        config=config.model_copy(update={"model": model}),
-        label_names=data.labels.names,
-        max_length=max_length,
-        threads=workers.cpus_per_worker,
-        use_gpu=workers.use_gpu,
-        run_folder=str(folder.path),
-        board=board,
-        files=data.files,
-        class_weights=weights,
-    )
-
-
-def class_weights(wanted: str | dict[str, float] | None, data: PreparedData) -> tuple[float, ...] | None:
-    """Weight of each class in the training loss.
-
-    balanced is rows / (classes x rows of the class), as scikit-learn's; a class without training rows weighs 1.
-
-    Raises:
-        ConfigError: names what is no label.
-    """
-    if wanted is None:
-        return None
-    names, counts = data.labels.names, data.label_counts
-    if isinstance(wanted, str):
-        rows = sum(counts)
-        return tuple(rows / (len(names) * count) if count else 1.0 for count in counts)
-    unknown = sorted(set(wanted) - set(names))
-    if unknown:
-        raise ConfigError(f"train.class_weights: {', '.join(unknown)} is no label; labels are {', '.join(names[:20])}.")
-    return tuple(wanted.get(name, 1.0) for name in names)
-
-
-def starting(workers: WorkerPlan) -> str:
-    """What is being started."""
-    if not workers.num_workers:
-        return "starting"
-    if workers.min_workers is not None:
-        return f"starting {workers.min_workers} to {workers.num_workers} workers"
-    return f"starting {workers.num_workers} worker{'s' if workers.num_workers > 1 else ''}"
+    trained = train_on(data, config, folder, workers, longest, screen, started=started, resumed=resumed)
+    return report(trained, config, folder, data, screen)
 
 
 def warn_of_idle_workers(config: Config, data: PreparedData, workers: WorkerPlan, screen: Screen) -> None:
@@ -267,17 +147,6 @@ def warn_of_idle_workers(config: Config, data: PreparedData, workers: WorkerPlan
         )
 
 
-def forget_unrecorded(folder: RunFolder, screen: Screen) -> None:
-    """Take away checkpoints whose steps a killed driver never wrote down: those steps are trained again."""
-    from raytrain_bert.checkpoint import CheckpointStore
-
-    # Where metrics.jsonl is gone, its steps were written down all the same.
-    recorded = max(folder.last_recorded_step(), folder.last_checkpoint() or 0)
-    removed = CheckpointStore(folder.path / "checkpoints").remove_unrecorded(recorded)
-    if removed:
-        screen.note(f"the checkpoint of step {removed[0]:,} is newer than metrics.jsonl and is left out")
-
-
 def show_facts(screen: Screen, data: PreparedData, folder: RunFolder, dashboard: str | None) -> None:
     """Show what was found out about the data."""
     screen.facts([*data.facts, *([("dashboard", dashboard)] if dashboard else []), ("run folder", str(folder.path))])
@@ -285,16 +154,9 @@ def show_facts(screen: Screen, data: PreparedData, folder: RunFolder, dashboard:
         screen.warning(warning)
 
 
-def report(
-    result: dict[str, Any],
-    config: Config,
-    folder: RunFolder,
-    data: PreparedData,
-    job: Job,
-    screen: Screen,
-    watch: Watch,
-) -> int:
+def report(trained: Trained, config: Config, folder: RunFolder, data: PreparedData, screen: Screen) -> int:
     """Write what came out, show the closing table; gives the exit code."""
+    result, watch = trained.result, trained.watch
     run = shlex.quote(os.path.relpath(folder.path) if folder.path.is_relative_to(Path.cwd()) else str(folder.path))
     if result["status"] == "interrupted":
         folder.update(status="interrupted", ended=now(), step=result["step"], seconds=watch.split_of_time())
@@ -307,21 +169,7 @@ def report(
             )
         )
         return command.INTERRUPTED
-    if "confusion" in result:
-        folder.write_confusion(data.labels.names, result["confusion"])
-    card = model_card(config, data.labels.names, data.num_rows, job.max_length, result)
-    (folder.model_path / "README.md").write_text(card, encoding="utf-8")
-    folder.update(
-        status="finished",
-        ended=now(),
-        step=result["step"],
-        stopped_early=result["stopped_early"],
-        skipped_steps=result["skipped_steps"],
-        best=result["best"],
-        test=result.get("test"),
-        seconds=watch.split_of_time(),
-        speed=watch.speed(),
-    )
+    write_result(trained, config, folder, data)
     screen.closing(
         Summary(
             str(folder.path),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from raytrain_bert.progress.events import to_json_line
 from raytrain_bert.progress.screen import Screen
 from raytrain_bert.pulse import who_lags
 from raytrain_bert.run_folder import RunFolder
+from raytrain_bert.trackers import Listener
 
 SECONDS_OF_SILENCE = 30.0
 """After so long without news, the user is told what is waited for."""
@@ -62,9 +64,9 @@ def _difference(new: float | None, old: float | None) -> float:
 class Watch:
     """Events from the workers: to the screen, to the run folder, and the time each part takes."""
 
-    def __init__(self, screen: Screen, folder: RunFolder, started: float) -> None:
-        """`started` is time.monotonic() at the start of the program."""
-        self.screen, self.folder = screen, folder
+    def __init__(self, screen: Screen, folder: RunFolder, started: float, listeners: Sequence[Listener] = ()) -> None:
+        """`started` is time.monotonic() at the start of the program; `listeners` are told every event too."""
+        self.screen, self.folder, self.listeners = screen, folder, listeners
         self.started = self.last_news = self.last_look = time.monotonic()
         self.started = started
         self.ready = False
@@ -91,6 +93,8 @@ class Watch:
         events = board.take()
         for event in events:
             self.note(event)
+            for listener in self.listeners:
+                listener.take(event)
             self.screen.handle(event)
         if any(event["event"] == "steps" for event in events):
             self.lag = self._lag_told = None
@@ -132,6 +136,7 @@ class Watch:
             self.ready = True
             if "workers" in event:
                 self.folder.update(workers=event["workers"])
+                self.folder.update(effective=event.get("effective"))
                 self.processes = {worker["rank"]: worker["pid"] for worker in event["workers"]}
         elif kind == "started":
             self.note_start(event)

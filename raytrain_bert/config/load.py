@@ -18,11 +18,14 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
+from typing_extensions import TypeVar
 
 from .errors import ConfigError
 from .schema import Config
 
 DEFAULT_EXPERIMENT = "bbc_news.yaml"
+
+Root = TypeVar("Root", bound=Config, default=Config)
 
 
 def settings_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -31,7 +34,7 @@ def settings_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str,
         key = f"{prefix}{name}"
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from settings_of(field.annotation, f"{key}.")
-        else:
+        elif prefix:  # a section that holds no settings, as the search space of a sweep, has no flags of its own
             yield key, field
 
 
@@ -40,13 +43,13 @@ def flag_of(key: str) -> str:
     return "--" + key.replace("_", "-")
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse.ArgumentParser, root: type[Config] = Config) -> None:
     """Add one dotted flag per setting; values stay strings, a flag that is not given leaves no trace."""
     groups: dict[str, Any] = {}
-    for key, field in settings_of(Config):
+    for key, field in settings_of(root):
         section = key.partition(".")[0]
         if section not in groups:
-            groups[section] = parser.add_argument_group(section, Config.model_fields[section].description)
+            groups[section] = parser.add_argument_group(section, root.model_fields[section].description)
         kinds = _plain_types(field.annotation)
         options: dict[str, Any] = {
             "dest": key,
@@ -70,8 +73,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def load_config(
-    flags: Mapping[str, Any], config_path: str | Path | None = None, unknown_flags: Sequence[str] = ()
-) -> Config:
+    flags: Mapping[str, Any],
+    config_path: str | Path | None = None,
+    unknown_flags: Sequence[str] = (),
+    root: type[Root] = Config,  # type: ignore[assignment]
+) -> Root:
     """Merge defaults, one YAML file and dotted flags into a Config.
 
     Args:
@@ -79,6 +85,7 @@ def load_config(
         config_path: experiment YAML; without one, and without training data in the flags, the bundled
             experiment is the base.
         unknown_flags: words of the command line that no flag took; they are reported with the rest.
+        root: the schema; a sweep's has sections of its own.
 
     Raises:
         ConfigError: with every problem found.
@@ -87,16 +94,16 @@ def load_config(
         config_path = default_experiment()
     # The stray words behind an unknown flag are its values, and no problem of their own.
     strays = [word for word in unknown_flags if word.startswith("-")] or list(unknown_flags)
-    problems = [_unknown_flag(word) for word in strays]
-    tree = read_yaml(Path(config_path)) if config_path is not None else {}
-    tree = _known_sections(tree, problems, str(config_path))
+    problems = [_unknown_flag(word, root) for word in strays]
+    tree = read_yaml(Path(config_path), root) if config_path is not None else {}
+    tree = _known_sections(tree, problems, str(config_path), root)
     for key, value in flags.items():
         section, _, name = key.partition(".")
         tree.setdefault(section, {})[name] = None if value in ("none", ["none"]) else value
     try:
-        config = Config.model_validate(tree)
+        config = root.model_validate(tree)
     except ValidationError as error:
-        problems += [_readable(detail) for detail in error.errors()]
+        problems += [readable(detail, root) for detail in error.errors()]
         raise ConfigError.from_problems(problems) from None
     if problems:
         raise ConfigError.from_problems(problems)
@@ -112,7 +119,7 @@ def default_experiment() -> Path:
     raise ConfigError("The bundled experiment is not installed. Name your data with --data.train.")
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path, root: type[Config] = Config) -> dict[str, Any]:
     """Read an experiment file; keys may be written with - or _."""
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -125,11 +132,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: expected sections ({', '.join(Config.model_fields)}), found {type(tree).__name__}.")
+        raise ConfigError(f"{path}: expected sections ({', '.join(root.model_fields)}), found {type(tree).__name__}.")
     return {str(key).replace("-", "_"): _underscored(value) for key, value in tree.items()}
 
 
-def with_absolute_paths(config: Config) -> Config:
+def with_absolute_paths(config: Root) -> Root:
     """The configuration with local paths that hold in any folder, so that a run can be resumed from anywhere."""
 
     def absolute(path: str) -> str:
@@ -161,12 +168,14 @@ def _underscored(value: Any) -> Any:
     return {str(k).replace("-", "_"): v for k, v in value.items()} if isinstance(value, dict) else value
 
 
-def _known_sections(tree: dict[str, Any], problems: list[str], source: str) -> dict[str, dict[str, Any]]:
+def _known_sections(
+    tree: dict[str, Any], problems: list[str], source: str, root: type[Config]
+) -> dict[str, dict[str, Any]]:
     """Drop what is no section, and say so."""
     sections: dict[str, dict[str, Any]] = {}
     for name, value in tree.items():
-        if name not in Config.model_fields:
-            problems.append(f"{source}: {_unknown(name, list(Config.model_fields), 'section')}")
+        if name not in root.model_fields:
+            problems.append(f"{source}: {unknown(name, list(root.model_fields), 'section')}")
         elif value is not None and not isinstance(value, dict):
             problems.append(f"{source}: {name} must hold settings, not {value!r}")
         else:
@@ -200,19 +209,19 @@ def _help(field: FieldInfo) -> str:
     return ((field.description or "") + ("" if default is None else shown)).replace("%", "%%")
 
 
-def _readable(detail: Any) -> str:
+def readable(detail: Any, root: type[Config] = Config) -> str:
     """One pydantic problem as one sentence."""
     location = [str(part) for part in detail["loc"]]
     key = ".".join(part for part in location if not part.isdigit())
     if detail["type"] == "extra_forbidden":
-        return _unknown(key, [name for name, _ in settings_of(Config)], "setting")
+        return unknown(key, [name for name, _ in settings_of(root)], "setting")
     message = detail["msg"].removeprefix("Value error, ")
     if detail["type"] == "value_error":
         return f"{key}: {message}"
     return f"{key}: {message[0].lower()}{message[1:]}, not {detail['input']!r}"
 
 
-def _unknown(name: str, known: Sequence[str], noun: str) -> str:
+def unknown(name: str, known: Sequence[str], noun: str) -> str:
     """Name what is unknown and the nearest thing that is known."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     if not near:  # the right name in the wrong section, or no section at all
@@ -221,11 +230,11 @@ def _unknown(name: str, known: Sequence[str], noun: str) -> str:
     return f"{name}: unknown {noun}{hint}"
 
 
-def _unknown_flag(word: str) -> str:
+def _unknown_flag(word: str, root: type[Config]) -> str:
     if not word.startswith("-"):
         return f"{word!r}: not understood; settings are given as --section.key value"
     flag = word.partition("=")[0]
-    known = [flag_of(key) for key, _ in settings_of(Config)]
+    known = [flag_of(key) for key, _ in settings_of(root)]
     bare = {known_flag.rpartition(".")[2]: known_flag for known_flag in known}
     near = difflib.get_close_matches(flag, known, n=1, cutoff=0.6) or [
         bare[name] for name in difflib.get_close_matches(flag.lstrip("-"), list(bare), n=1, cutoff=0.6)

@@ -297,6 +297,10 @@ class OutputConfig(Settings):
 
     storage_path: str = Field("runs", description="Folder that holds the run folders.")
     name: str | None = Field(None, description="Name of the run folder. None: data set and time.")
+    trackers: Annotated[list[Literal["tensorboard", "mlflow", "wandb"]] | None, BeforeValidator(_as_list)] = Field(
+        None,
+        description="Experiment trackers that get the figures too: tensorboard, mlflow, wandb (extras). None: none.",
+    )
 
 
 class Config(Settings):

@@ -35,6 +35,8 @@ class Ready(TypedDict):
     steps_per_epoch: int
     total_steps: int
     global_batch_size: int
+    effective: NotRequired[dict[str, Any]]
+    """Settings by dotted key, as the optimizer and the model have them."""
     workers: NotRequired[list[dict[str, Any]]]
     """rank, host, pid and Ray's node of each worker."""
 
@@ -110,6 +112,8 @@ class StepRecord(TypedDict):
     """Left out, because the gradient was not finite."""
     seconds: float
     """Wall time of one step, a mean over those of the event."""
+    straggler_gap: NotRequired[float]
+    """Longest less shortest computing time of a worker in a step, in seconds, a mean over those of the event."""
 
 
 class Steps(TypedDict):
@@ -141,6 +145,8 @@ class Validation(TypedDict):
     scores: dict[str, float | None]
     """accuracy, macro_f1, weighted_f1, mcc, loss, rows_seen, rows."""
     is_best: bool
+    best: NotRequired[dict[str, float | None]]
+    """epoch, step and score of the best validation so far."""
     seconds: float
 
 

@@ -174,7 +174,9 @@ def metrics(run_folder: Path, *kinds: str) -> list[dict[str, Any]]:
 
 def without_seconds(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Records without the figures that no two runs share."""
-    return [{key: value for key, value in record.items() if key != "seconds"} for record in records]
+    return [
+        {key: value for key, value in record.items() if key not in ("seconds", "straggler_gap")} for record in records
+    ]
 
 
 def state(run_folder: Path) -> dict[str, Any]:

@@ -31,6 +31,9 @@ HELP = "python -m raytrain_bert.train --help"
 PREDICT = 'python -m raytrain_bert.predict RUN --text "Shares rose after the bank\'s results."'
 DRILL = "raytrain-bert drill experiments/bbc_news.yaml"  # run by test_drill.py
 RESUME = "python -m raytrain_bert.train --resume RUN"
+SWEEP = "python -m raytrain_bert.tune --config experiments/bbc_news_sweep.yaml"
+# Run by test_sweep.py.
+OWN_SWEEP = "python -m raytrain_bert.tune --data.train reviews.csv --search.optim.learning-rate loguniform:1e-5,5e-4"
 COVERED = [
     *SET_UP,
     *MADE,
@@ -44,6 +47,8 @@ COVERED = [
     PREDICT,
     RESUME,
     DRILL,
+    SWEEP,
+    OWN_SWEEP,
 ]
 
 
@@ -87,6 +92,18 @@ def test_an_experiment_with_two_settings_changed(workshop: Path) -> None:
     assert (config.optim.learning_rate, config.scaling.num_workers) == (3e-5, 2)  # flags win over the file,
     assert (config.data.max_length, config.train.global_batch_size) == (96, 16)  # the file over the defaults
     assert sum(state(ended.run_folder)["rows"].values()) == 2225
+
+
+@pytest.mark.bundled
+def test_a_sweep_from_a_file(workshop: Path) -> None:
+    short = "--model.name tiny --train.max-steps 8 --sweep.num-trials 2 --output.name bbc_sweep"
+    ended = run(f"{SWEEP} {short}", workshop)
+    assert ended.returncode == 0, ended.told()
+    lines = (workshop / "runs" / "bbc_sweep" / "trials.jsonl").read_text(encoding="utf-8").splitlines()
+    for trial in map(strict_json, lines):
+        assert 1e-5 <= trial["sample"]["optim.learning_rate"] <= 5e-4
+        assert trial["sample"]["train.global_batch_size"] in (16, 32)
+    assert len(lines) == 2
 
 
 def test_print_config_prints_what_a_run_without_flags_would_use(workshop: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from sklearn.utils.class_weight import compute_class_weight
 from raytrain_bert.config.errors import ConfigError
 from raytrain_bert.config.load import dump_yaml, load_config
 from raytrain_bert.data.labels import LabelSpace
-from raytrain_bert.train import class_weights
+from raytrain_bert.run import class_weights
 
 
 def load(**flags: str) -> Any:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from sklearn import metrics as reference
 from torchmetrics.functional.classification import multiclass_f1_score
 
-from raytrain_bert.metrics import METRICS, EvaluationMetrics, is_better
+from raytrain_bert.metrics import EvaluationMetrics
+from raytrain_bert.scores import METRICS, is_better
 
 
 def logits_for(predictions: list[int], num_classes: int) -> torch.Tensor:

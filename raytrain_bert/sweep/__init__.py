@@ -1,0 +1,1 @@
+"""Sweeps: many training runs, of which the best is wanted."""
