@@ -62,7 +62,7 @@ def test_table_page_and_best_settings_agree(swept: Ended) -> None:
     assert "http-equiv" not in page
 
 
-def test_a_killed_sweep_goes_on_where_it_was_in_another_place(workshop: Path) -> None:
+def test_a_killed_sweep_goes_on_where_it_was_in_another_place(workshop: Path, tmp_path: Path) -> None:
     flags = "--train.num-epochs 4 --search.optim.learning-rate grid:2e-3,1e-3,5e-4 --output.name killed"
     program = Program(f"{SWEEP} {SHORT} {flags}", workshop)
     folder = workshop / "runs" / "killed"
@@ -74,10 +74,10 @@ def test_a_killed_sweep_goes_on_where_it_was_in_another_place(workshop: Path) ->
     program.process.kill()
     program.wait()
     before = trials_of(folder)
-    shutil.move(folder, workshop / "moved")
-    ended = run(f"python -m raytrain_bert.tune --resume {workshop / 'moved'}", workshop.parent)
+    shutil.move(folder, tmp_path / "moved")
+    ended = run(f"python -m raytrain_bert.tune --resume {workshop / 'moved'}", tmp_path)
     assert ended.returncode == 0, ended.told()
-    after = trials_of(workshop / "moved")
+    after = trials_of(tmp_path / "moved")
     done = [trial["number"] for trial in before if trial["status"] == "trained"]
     assert done
     for number in done:

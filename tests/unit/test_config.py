@@ -14,6 +14,8 @@ from raytrain_bert.command import parse_command
 from raytrain_bert.config.errors import ConfigError
 from raytrain_bert.config.load import dump_yaml, flag_of, load_config, settings_of, with_absolute_paths
 from raytrain_bert.config.schema import Config
+from raytrain_bert.config.sweep import SweepConfig
+from raytrain_bert.sweep.space import read_space
 
 EXPERIMENTS = sorted((Path(__file__).parents[2] / "experiments").glob("*.yaml"))
 
@@ -33,7 +35,9 @@ def test_flags_beat_yaml_and_yaml_beats_defaults(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.name)
 def test_every_experiment_loads(path: Path) -> None:
-    load_config({}, path)
+    config = load_config({}, path, root=SweepConfig)
+    read_space(config.search, config.base())
+    assert config.search or load_config({}, path) == config.base()
 
 
 def test_two_gpus_experiment_is_the_case_of_two_workers_with_a_gpu_each() -> None:
