@@ -75,7 +75,7 @@ def test_a_killed_sweep_goes_on_where_it_was_in_another_place(workshop: Path, tm
     program.wait()
     before = trials_of(folder)
     shutil.move(folder, tmp_path / "moved")
-    ended = run(f"python -m raytrain_bert.tune --resume {workshop / 'moved'}", tmp_path)
+    ended = run(f"python -m raytrain_bert.tune --resume {tmp_path / 'moved'}", tmp_path)
     assert ended.returncode == 0, ended.told()
     after = trials_of(tmp_path / "moved")
     done = [trial["number"] for trial in before if trial["status"] == "trained"]
