@@ -14,6 +14,7 @@ from raytrain_bert.config.errors import ConfigError, ResourceError
 from raytrain_bert.config.schema import ScalingSettings
 
 CPUS_PER_GPU_WORKER = 4
+TRACK_RUNS = "RAY_TRAIN_ENABLE_STATE_TRACKING"
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,10 @@ def start_ray(settings: ScalingSettings, node: Node) -> str | None:
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
     }
+    if settings.dashboard or address is not None:
+        # The dashboard's list of training runs, in this process and in those of trials.
+        os.environ.setdefault(TRACK_RUNS, "1")
+        env_vars[TRACK_RUNS] = os.environ[TRACK_RUNS]
     options: dict[str, Any] = {"runtime_env": {"env_vars": env_vars}, "log_to_driver": True}
     if address is None:
         options |= {

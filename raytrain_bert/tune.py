@@ -336,6 +336,11 @@ class Sweep:
             ("sweep", str(self.folder.path)),
         ]
         self.screen.facts(rows)
+        if settings.scheduler == "pbt" and total is not None and plan.concurrent < total:
+            self.screen.warning(
+                f"pbt with {total} trials and room for {plan.concurrent} at a time: they take turns, and each turn "
+                "starts its training anew from its checkpoint. Lower --sweep.num-trials or the resources of a trial."
+            )
 
     def search(self, shared: Shared, plan: TrialPlan, state: SweepState) -> str | None:
         """Run the trials that are left; gives the signal that stopped them."""
@@ -553,7 +558,7 @@ def no_winner(trials: Sequence[Trial], metric: str) -> str:
     """Why no trial can win."""
     reasons = [f"trial {trial.number}: {trial.why or f'no {metric}'}" for trial in trials][:FEWEST_TOLD]
     more = f" (and {len(trials) - FEWEST_TOLD} more)" if len(trials) > FEWEST_TOLD else ""
-    return f"None of {len(trials)} trials has a {metric} that is a number. {'; '.join(reasons)}{more}"
+    return f"No trial of {len(trials)} got a number for {metric}. {'; '.join(reasons)}{more}"
 
 
 if __name__ == "__main__":

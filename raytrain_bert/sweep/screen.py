@@ -17,6 +17,7 @@ from raytrain_bert.sweep.records import Trial, best_of, ranking
 STYLES = {"running": "cyan", "trained": "green", "stopped": "yellow", "failed": "red", "unfinished": "yellow"}
 MOST_ROWS = 12
 LONGEST_VALUE = 12
+LONGEST_REASON = 160
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class SweepScreen(Screen):
             text = f"trial {trial.number} epoch {trial.epoch:g}: {SCORES.get(metric, metric)} {score(trial.score)}"
         else:
             text = f"trial {trial.number} {trial.status}"
-            text += f" ({trial.why})" if trial.why and trial.why != "trained to the end" else ""
+            text += f" ({shortened(trial.why)})" if trial.why and trial.why != "trained to the end" else ""
             text += f": {SCORES.get(metric, metric)} {score(trial.best_score)}" if trial.best_score is not None else ""
             text += f" at epoch {trial.best_epoch:g}" if trial.best_epoch is not None else ""
             text += f", {duration(trial.seconds)}"
@@ -154,6 +155,11 @@ def footer(now: Now) -> str:
 def sample_told(sample: dict[str, Any]) -> str:
     """The sampled values by their short names: learning_rate 3.2e-05, global_batch_size 16."""
     return ", ".join(f"{key.rpartition('.')[2]} {value_told(value)}" for key, value in sample.items()) or "as it is"
+
+
+def shortened(text: str) -> str:
+    """A reason that fits a line or two; trials.jsonl has it whole."""
+    return text if len(text) <= LONGEST_REASON else text[: LONGEST_REASON - 3].rstrip() + "..."
 
 
 def value_told(value: Any) -> str:
