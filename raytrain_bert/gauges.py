@@ -40,7 +40,7 @@ class Gauges:
         for name, meaning in GAUGES.items():
             tags = SCORE_TAGS if name == "raytrain_bert_validation_score" else TAGS
             gauge = Gauge(name, description=meaning, tag_keys=tags)
-            gauge.set_default_tags({"run": run, "sweep": sweep})
+            gauge.set_default_tags({"run": in_ascii(run), "sweep": in_ascii(sweep)})
             self._gauges[name] = gauge
 
     def take(self, event: Mapping[str, Any]) -> None:
@@ -50,6 +50,11 @@ class Gauges:
 
     def close(self, scores: Mapping[str, float]) -> None:
         """Nothing: the last values stay until the process ends."""
+
+
+def in_ascii(tag: str) -> str:
+    """A tag as Ray takes it, in ASCII only; different ones stay different."""
+    return tag.encode("ascii", "backslashreplace").decode("ascii")
 
 
 def readings(event: Mapping[str, Any]) -> list[tuple[str, float, dict[str, str]]]:

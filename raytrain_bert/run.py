@@ -19,7 +19,7 @@ from raytrain_bert.model_card import model_card
 from raytrain_bert.progress.board import BoardClient, DriverBoard, LocalBoard, RemoteBoard, start_board_actor
 from raytrain_bert.progress.screen import Screen
 from raytrain_bert.run_folder import RunFolder, now
-from raytrain_bert.trackers import Listener, make_trackers
+from raytrain_bert.trackers import Guarded, Listener, make_trackers
 from raytrain_bert.watch import Watch
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def train_on(
     screen.phase(starting(workers))
     screen.best_metric = config.train.best_metric
     called = name or folder.path.name
-    listeners: list[Listener] = [Gauges(called, sweep)]
+    listeners: list[Listener] = [Guarded("Ray's metrics", lambda: Gauges(called, sweep), screen.warning)]
     if purpose in ("run", "trial"):  # what is finished later has been tracked as a trial
         listeners += make_trackers(config, folder.path, called, screen.warning, sweep=sweep, sample=sample or {})
     watch = Watch(screen, folder, started, listeners)

@@ -97,7 +97,10 @@ class RunFolder:
         if not folder.config_path.is_file() or not folder.state_path.is_file():
             raise RunFolderError(f"{folder.path} is no run folder (config.yaml and run.json are not there).")
         if folder.state().get("status") == "finished":
-            raise RunFolderError(f"The run in {folder.path} has finished; its model is in {folder.model_path}.")
+            raise RunFolderError(
+                f"The run in {folder.path} has finished; its model is in {folder.model_path}. To train that model "
+                f"further, begin a new run with --model.name {folder.model_path}."
+            )
         folder.refuse_running()
         return folder
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,8 @@ from raytrain_bert.config.errors import ConfigError, ResourceError
 from raytrain_bert.config.schema import ScalingSettings
 
 CPUS_PER_GPU_WORKER = 4
+DASHBOARD_MODULES = ("aiohttp", "aiohttp_cors", "opencensus", "opentelemetry", "prometheus_client")
+"""What Ray's dashboard needs beside Ray (ray.dashboard.optional_deps)."""
 TRACK_RUNS = "RAY_TRAIN_ENABLE_STATE_TRACKING"
 
 
@@ -112,6 +115,22 @@ def plan_workers(settings: ScalingSettings, nodes: Sequence[Node]) -> WorkerPlan
             + ("." if settings.cpus_per_worker is None else " or --scaling.cpus-per-worker.")
         )
     return WorkerPlan(high, use_gpu, cpus_each, low if settings.is_elastic else None)
+
+
+def check_dashboard(settings: ScalingSettings) -> None:
+    """Refuse a dashboard of a local Ray that lacks its packages, before anything is started.
+
+    Raises:
+        ConfigError: names what to install.
+    """
+    if not settings.dashboard or cluster_address(settings) is not None:
+        return
+    missing = [name for name in DASHBOARD_MODULES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"scaling.dashboard: Ray's dashboard is not installed ({', '.join(missing)} not found): "
+            "pip install 'raytrain-bert[dashboard]'."
+        )
 
 
 def start_ray(settings: ScalingSettings, node: Node) -> str | None:

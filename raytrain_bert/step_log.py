@@ -66,13 +66,12 @@ class StepLog:
     def flush(self, wishes: Sequence[bool] = ()) -> tuple[list[dict[str, Any]], list[bool]]:
         """Sum over the ranks and post; gives the records of the steps, and which wishes any rank has.
 
-        The same on every rank. Each gives as many wishes, at most as many as a step has figures.
+        The same on every rank; each gives as many wishes.
         """
         # One exchange for all: a row for each step, one for the wishes, and one with a column for each rank's time.
         norms = torch.stack(self.norms).tolist() if self.norms else []  # waits for the device: the times can be read
-        table = torch.zeros(
-            (len(self.sums) + 2, max(FIGURES, self.world_size)), dtype=torch.float64, device=self.device
-        )
+        width = max(FIGURES, self.world_size, len(wishes))
+        table = torch.zeros((len(self.sums) + 2, width), dtype=torch.float64, device=self.device)
         if self.sums:
             table[:-2, :FIGURES] = torch.stack(self.sums)
         table[-2, : len(wishes)] = torch.tensor([float(wish) for wish in wishes], dtype=torch.float64)

@@ -145,7 +145,7 @@ class Guarded:
             action()
         except Exception as error:
             self._listener = None
-            self._warn(f"{self._name} has failed and gets nothing more of this run: {error}")
+            self._warn(f"{self._name}: no more figures of this run, after {type(error).__name__}: {error}")
 
 
 def check_trackers(names: Sequence[str]) -> None:

@@ -102,6 +102,7 @@ def run(
     if local:  # refused before anything is started
         runtime.plan_workers(config.scaling, [node])
     check_trackers(config.output.trackers or ())
+    runtime.check_dashboard(config.scaling)
     attempt = provenance(["raytrain-bert", "train", *words])
     if resumed:
         earlier = folder.state().get("resumed", [])

@@ -24,7 +24,7 @@ from raytrain_bert.progress.screen import Screen
 from raytrain_bert.progress.streams import Streams, captured_streams
 from raytrain_bert.run import Trained, data_name, load_text_side, prepare, start, train_on, write_result
 from raytrain_bert.run_folder import RunFolder, now, provenance, refuse_running
-from raytrain_bert.sweep.page import Page
+from raytrain_bert.sweep.page import FINISHING, Page
 from raytrain_bert.sweep.records import SweepFolder, Trial, ranking
 from raytrain_bert.sweep.resources import TrialPlan, all_workers, plan_trials
 from raytrain_bert.sweep.screen import Now, SweepScreen, sample_told
@@ -233,6 +233,7 @@ class Sweep:
         if local:  # refused before anything is started
             plan_trials(scaling, self.config.sweep, [node], total)
         check_trackers(self.config.output.trackers or ())
+        runtime.check_dashboard(self.config.scaling)
         attempt = provenance(["raytrain-bert", "tune", *words])
         self.open_folder(attempt)
         streams.redirect_to(self.folder.log_path)
@@ -336,6 +337,7 @@ class Sweep:
             ("sweep", str(self.folder.path)),
         ]
         self.screen.facts(rows)
+        self.screen.unit = settings.unit
         if settings.scheduler == "pbt" and total is not None and plan.concurrent < total:
             self.screen.warning(
                 f"pbt with {total} trials and room for {plan.concurrent} at a time: they take turns, and each turn "
@@ -382,6 +384,7 @@ class Sweep:
         if best is None:
             raise TrainingError(no_winner(state.trials(), self.metric))
         self.write_best(best, plan)
+        self.page.update(self.where(state, total), status=FINISHING, always=True)
         self.folder.state.update(best=best_fields(best, self.metric, best.path))
         run, trained = self.finish(shared, plan, state, best)
         final = {"path": str(run.path.relative_to(self.folder.path)), "test": trained.result.get("test")}

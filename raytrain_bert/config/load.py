@@ -97,9 +97,11 @@ def load_config(
     problems = [_unknown_flag(word, root) for word in strays]
     tree = read_yaml(Path(config_path), root) if config_path is not None else {}
     tree = _known_sections(tree, problems, str(config_path), root)
+    named_none = {key for key, field in settings_of(root) if "none" in _plain_types(field.annotation)}
     for key, value in flags.items():
         section, _, name = key.partition(".")
-        tree.setdefault(section, {})[name] = None if value in ("none", ["none"]) else value
+        unset = value in ("none", ["none"]) and key not in named_none
+        tree.setdefault(section, {})[name] = None if unset else value
     try:
         config = root.model_validate(tree)
     except ValidationError as error:

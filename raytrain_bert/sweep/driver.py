@@ -93,9 +93,9 @@ def search(job: Search) -> str | None:
                         state.stopping, state.interrupted = signals.received, True
                         job.screen.note("stopping: the trials save where they are; once more stops at once")
                 job.screen.now = where(job, total, started)
-                if state.changed.is_set():
-                    state.changed.clear()
-                    job.page.update(job.screen.now)
+                news = state.changed.is_set()
+                state.changed.clear()
+                job.page.update(job.screen.now, news=news)
                 guard.look()
     finally:
         job.screen.close()

@@ -18,6 +18,8 @@ from raytrain_bert.run_folder import RunFolder, StateFile
 from raytrain_bert.scores import METRICS, is_better
 
 Status = Literal["running", "trained", "stopped", "failed", "unfinished"]
+FULL = "trained to the end"
+"""Why a trial ended that nothing ended early."""
 ENDED: tuple[Status, ...] = ("trained", "stopped", "failed")
 
 
@@ -51,6 +53,14 @@ class Trial:
     """Its run folder, inside the sweep's."""
     history: list[dict[str, Any]] = field(default_factory=list)
     """pbt: what it took over, from which trial, at which step."""
+
+    def at(self, unit: str) -> float | None:
+        """How far it had got at its last validation, in epochs or steps."""
+        return self.step if unit == "steps" else self.epoch
+
+    def best_at(self, unit: str) -> float | None:
+        """How far it had got at its best validation, in epochs or steps."""
+        return self.best_step if unit == "steps" else self.best_epoch
 
     @property
     def has_ended(self) -> bool:
@@ -128,8 +138,8 @@ class SweepFolder:
         """Write trials.jsonl and trials.csv; each file is whole at any moment."""
         with self._lock:
             text = "".join(json.dumps(asdict(trial), allow_nan=False, ensure_ascii=False) + "\n" for trial in trials)
-            _replace(self.jsonl_path, text)
-            _replace(self.csv_path, to_csv(trials, keys, metric))
+            replace_file(self.jsonl_path, text)
+            replace_file(self.csv_path, to_csv(trials, keys, metric))
 
 
 COLUMNS = ("status", "why", "score", "best_score", "best_epoch", "best_step", "epoch", "step", "seconds",
@@ -156,7 +166,8 @@ def _cell(value: Any) -> Any:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, (list, Mapping)) else value
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str) -> None:
+    """Write a file that is whole at any moment."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)

@@ -12,12 +12,17 @@ from rich.text import Text
 
 from raytrain_bert.progress.format import SCORES, amount, duration, score
 from raytrain_bert.progress.screen import Screen
-from raytrain_bert.sweep.records import Trial, best_of, ranking
+from raytrain_bert.sweep.records import FULL, Trial, best_of, ranking
 
 STYLES = {"running": "cyan", "trained": "green", "stopped": "yellow", "failed": "red", "unfinished": "yellow"}
 MOST_ROWS = 12
+MOST_REASONS = 8
 LONGEST_VALUE = 12
 LONGEST_REASON = 160
+FEWEST_OF_REASON = 20
+"""Columns; where there are fewer, the reasons have no column."""
+GAP = 2
+WIDTH_IN_A_FILE = 200
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,7 @@ class SweepScreen(Screen):
     """Draws the trials of a sweep beside what a run's screen draws."""
 
     now: Now | None = None
+    unit = "epochs"
 
     def watch(self) -> None:
         """Show the trials from now on, until the next phase or facts."""
@@ -55,24 +61,43 @@ class SweepScreen(Screen):
         if what == "started":
             text = f"trial {trial.number} started: {sample_told(trial.sample)}"
         elif what == "reported":
-            text = f"trial {trial.number} epoch {trial.epoch:g}: {SCORES.get(metric, metric)} {score(trial.score)}"
+            text = f"trial {trial.number} {self._at(trial.epoch, trial.step)}: {SCORES[metric]} {score(trial.score)}"
         else:
             text = f"trial {trial.number} {trial.status}"
-            text += f" ({shortened(trial.why)})" if trial.why and trial.why != "trained to the end" else ""
-            text += f": {SCORES.get(metric, metric)} {score(trial.best_score)}" if trial.best_score is not None else ""
-            text += f" at epoch {trial.best_epoch:g}" if trial.best_epoch is not None else ""
+            text += f" ({shortened(trial.why)})" if trial.why and trial.why != FULL else ""
+            if trial.best_score is not None:
+                at = self._at(trial.best_epoch, trial.best_step)
+                text += f": {SCORES[metric]} {score(trial.best_score)} at {at}"
             text += f", {duration(trial.seconds)}"
         is_best = best is not None and best.number == trial.number and what != "started"
         if what == "reported":
             is_best = is_best and trial.step == trial.best_step
         self._print(Text(self._wrapped(text) + ("  best so far" if is_best else ""), style="bold" if is_best else ""))
 
-    def results(self, now: Now, *, always: bool = True) -> None:
-        """The closing table of trials, best first."""
+    def results(self, now: Now) -> None:
+        """The closing table of trials, best first, and under it the reasons that it has no room for."""
         self._end_current()
-        self._print(Text(), always=always)
-        for line in self._lines(trials_table(ranking(now.trials, now.metric), now, None, most=10**6)):
-            self._print(line, always=always)
+        self._print(Text(), always=True)
+        trials = ranking(now.trials, now.metric)
+        width = self._width() if self.console.is_tty else WIDTH_IN_A_FILE
+        table = trials_table(trials, now, width, with_reasons=False)
+        for line in self.console.render_lines(table, self.console.options.update(width=width), pad=False):
+            self._print(Text("".join(segment.text for segment in line)), always=True)
+        reasons = [trial for trial in trials if trial.why and trial.why != FULL]
+        if reasons:
+            self._print(Text(), always=True)
+        for trial in reasons[:MOST_REASONS]:
+            self._print(
+                Text(self._wrapped(f"trial {trial.number} {trial.status}: {shortened(trial.why)}")), always=True
+            )
+        if len(reasons) > MOST_REASONS:
+            self._print(Text(f"and {len(reasons) - MOST_REASONS} more, in trials.csv"), always=True)
+
+    def _at(self, epoch: float | None, step: int | None) -> str:
+        """A moment of a trial, in the unit of the sweep."""
+        if self.unit == "steps" and step is not None:
+            return f"step {step:,}"
+        return "-" if epoch is None else f"epoch {epoch:.4g}"
 
     def last_rows(self, status: str, rows: Sequence[tuple[str, str]], label: str, command: str) -> None:
         """What the sweep came to, and what the user may run next; shown in every mode."""
@@ -86,17 +111,12 @@ class SweepScreen(Screen):
         self._row(label, "", always=True)
         self._print(Text(f"  {command}", style="bold"), always=True)
 
-    def _lines(self, table: Table) -> list[Text]:
-        """A table as lines of text: also in a file, at a width that keeps them whole."""
-        width = self._width() if self.console.is_tty else 200
-        rendered = self.console.render_lines(table, self.console.options.update(width=width), pad=False)
-        return [Text("".join(segment.text for segment in line)) for line in rendered]
-
     def _view(self) -> RenderableType:
         if self.now is None:
             return Text("starting the first trials ...")
         now = self.now
-        return Group(trials_table(shown(now), now, self._width()), Text(), Text(footer(now), style="dim"))
+        table = trials_table(shown(now), now, self._width())
+        return Group(table, Text(), Text(footer(now), style="dim"))
 
 
 def shown(now: Now) -> list[Trial]:
@@ -107,49 +127,63 @@ def shown(now: Now) -> list[Trial]:
     return sorted(chosen, key=lambda trial: trial.number)
 
 
-def trials_table(trials: Sequence[Trial], now: Now, width: int | None, most: int = MOST_ROWS) -> Table:
-    """One line a trial: status, sampled values, epoch, score, speed, time."""
+def trials_table(trials: Sequence[Trial], now: Now, width: int, *, with_reasons: bool = True) -> Table:
+    """One line a trial: number and status, scores, then as many settings and as much of the reason as have room."""
     best = best_of(now.trials, now.metric)
+    moment = "step" if now.unit == "steps" else "epoch"
+    columns: dict[str, list[str]] = {
+        "trial": [f"{'*' if best is not None and best.number == t.number else ''}{t.number}" for t in trials],
+        "status": [t.status for t in trials],
+        moment: ["-" if (at := t.at(now.unit)) is None else f"{at:.6g}" for t in trials],
+        now.metric: [score(t.score) for t in trials],
+        "best": [score(t.best_score) for t in trials],
+        "rows/s": ["-" if t.rows_per_second is None else amount(t.rows_per_second) for t in trials],
+        "time": [duration(t.seconds) for t in trials],
+    }
+    room = width - sum(width_of(title, cells) for title, cells in columns.items())
+    settings: dict[str, list[str]] = {}
+    for key in now.keys:
+        title, cells = key.rpartition(".")[2], [value_told(t.sample.get(key, "-")) for t in trials]
+        room -= width_of(title, cells)
+        if room < 0 and settings:
+            break
+        settings[key] = cells
     table = Table(box=None, pad_edge=False, header_style="dim", show_edge=False)
-    table.add_column("trial", justify="right")
-    table.add_column("status")
-    # On a narrow terminal the last settings go first.
-    room = len(now.keys) if width is None else max(1, (width - 70) // 15)
-    keys = list(now.keys)[:room]
-    for key in keys:
-        table.add_column(key.rpartition(".")[2], justify="right", no_wrap=True)
-    for title in ("epoch", now.metric, "best", "rows/s", "time"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("why", overflow="ellipsis", no_wrap=True, max_width=60)
-    for trial in trials[:most]:
-        is_best = best is not None and best.number == trial.number
-        table.add_row(
-            f"{'*' if is_best else ''}{trial.number}",
-            Text(trial.status, style=STYLES.get(trial.status, "")),
-            *(value_told(trial.sample.get(key, "-")) for key in keys),
-            "-" if trial.epoch is None else f"{trial.epoch:.4g}",
-            score(trial.score),
-            score(trial.best_score),
-            "-" if trial.rows_per_second is None else amount(trial.rows_per_second),
-            duration(trial.seconds),
-            "" if trial.why == "trained to the end" else trial.why,
-            style="bold" if is_best else "",
-        )
+    order = {"trial": columns.pop("trial"), "status": columns.pop("status"), **settings, **columns}
+    for title in order:
+        justify: Any = "left" if title == "status" else "right"
+        table.add_column(title.rpartition(".")[2], justify=justify, no_wrap=True)
+    shows_reason = with_reasons and room >= FEWEST_OF_REASON
+    if shows_reason:
+        table.add_column("why", overflow="ellipsis", no_wrap=True, max_width=min(room - GAP, 60))
+    for n, trial in enumerate(trials):
+        row = [Text(cells[n]) for cells in order.values()]
+        row[1].stylize(STYLES[trial.status])
+        if shows_reason:
+            row.append(Text("" if trial.why == FULL else trial.why))
+        table.add_row(*row, style="bold" if order["trial"][n].startswith("*") else "")
     return table
+
+
+def width_of(title: str, cells: Sequence[str]) -> int:
+    """Columns of the terminal that a column of the table takes."""
+    return max(len(text) for text in (title, *cells)) + GAP
 
 
 def footer(now: Now) -> str:
     """How many trials are done, the best so far, and when it will be over."""
+    return progress_told(now) + ("" if now.eta is None else f" · about {duration(now.eta)} left")
+
+
+def progress_told(now: Now) -> str:
+    """How many trials are done, and the best so far."""
     done = sum(trial.has_ended for trial in now.trials)
     running = sum(trial.status == "running" for trial in now.trials)
     words = [f"{done}{'' if now.total is None else f'/{now.total}'} trials done, {running} running"]
     best = best_of(now.trials, now.metric)
     if best is not None:
-        words.append(f"best {now.metric} {score(best.best_score)} in trial {best.number}")
-    words.append(duration(now.seconds))
-    if now.eta is not None:
-        words.append(f"about {duration(now.eta)} left")
-    return " · ".join(words)
+        words.append(f"best {SCORES[now.metric]} {score(best.best_score)} in trial {best.number}")
+    return " · ".join([*words, duration(now.seconds)])
 
 
 def sample_told(sample: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from raytrain_bert.config.errors import RunFolderError
-from raytrain_bert.sweep.records import SweepFolder, Trial, best_of, ranking
+from raytrain_bert.sweep.records import FULL, SweepFolder, Trial, best_of, ranking
 
 Told = Callable[[str, Trial], None]
 
@@ -99,7 +99,7 @@ class SweepState:
                 trial.status, trial.why = "failed", failure
             elif run.get("status") == "trained":
                 trial.status = "trained"
-                trial.why = "trained to the end"
+                trial.why = FULL
             elif self.interrupted:
                 trial.status, trial.why = "unfinished", "interrupted"
             else:

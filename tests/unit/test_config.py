@@ -98,6 +98,15 @@ def test_none_unsets_a_setting() -> None:
     assert parse("--data.train", "x.csv", "--data.test", "none").data.test is None
 
 
+def test_none_is_a_value_where_the_schema_names_it() -> None:
+    named = [key for key, field in settings_of(SweepConfig) if "'none'" in str(field.annotation)]
+    assert "sweep.scheduler" in named
+    for key in named:
+        section, _, name = key.partition(".")
+        config = load_config({"data.train": ["x.csv"], key: "none"}, root=SweepConfig)
+        assert getattr(getattr(config, section), name) == "none"
+
+
 def test_every_setting_has_a_flag_and_a_description() -> None:
     for key, field in settings_of(Config):
         assert field.description, key
@@ -158,6 +167,10 @@ def test_every_folder_of_the_package_is_shipped() -> None:
     )
     folders = {path.parent.relative_to(root).as_posix() for path in (root / "raytrain_bert").rglob("*.py")}
     assert {name.replace(".", "/") for name in listed} == folders | {"raytrain_bert/experiments"}
+    data = re.search(r'^"raytrain_bert.sweep" = (\[.*\])$', (root / "pyproject.toml").read_text("utf-8"), re.MULTILINE)
+    assert data is not None
+    beside = [path.name for path in (root / "raytrain_bert/sweep").iterdir() if path.suffix not in (".py", "")]
+    assert sorted(re.findall(r'"(.*?)"', data[1])) == sorted(beside)
 
 
 @pytest.mark.parametrize("uri", ["s3://key:secret@bucket/x.csv", "s3://bucket/x.csv?secret_key=abc"])

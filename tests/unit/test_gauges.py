@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from raytrain_bert.gauges import GAUGES, SCORE_TAGS, readings
+from raytrain_bert.gauges import GAUGES, SCORE_TAGS, Gauges, in_ascii, readings
+from raytrain_bert.trackers import Guarded
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "raytrain_bert.json"
 RECORDS = [
@@ -49,3 +51,27 @@ def test_the_dashboard_draws_every_metric_and_no_other() -> None:
         assert set(filters) <= {*SCORE_TAGS, "SessionName"}
         assert set(filters.values()) <= variables
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(queries)
+
+
+def test_names_in_any_script_are_tags(local_ray: None) -> None:
+    assert in_ascii("größe 日本") == r"gr\xf6\xdfe \u65e5\u672c"
+    gauges = Gauges("größe", "日本")
+    gauges.take({"event": "steps", "records": RECORDS, "seconds": 2.0})
+    gauges.take({"event": "validation", "epoch": 1.0, "scores": {"accuracy": 0.5}})
+
+
+def test_a_metric_that_fails_ends_its_own_figures_and_not_the_run() -> None:
+    class Broken:
+        def take(self, event: Any) -> None:
+            raise UnicodeEncodeError("ascii", "ö", 0, 1, "ordinal not in range")
+
+        def close(self, scores: Any) -> None:
+            raise AssertionError("told to nobody any more")
+
+    told: list[str] = []
+    guarded = Guarded("Ray's metrics", Broken, told.append)
+    guarded.take({"event": "steps"})
+    guarded.take({"event": "steps"})
+    guarded.close({})
+    assert len(told) == 1
+    assert "Ray's metrics: no more figures of this run, after UnicodeEncodeError" in told[0]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import pickle
 
 import pytest
 
 from raytrain_bert.config.errors import ConfigError, ResourceError
 from raytrain_bert.config.schema import ScalingSettings
-from raytrain_bert.runtime import Node, WorkerPlan, choose_precision, plan_workers, usable_cpus
+from raytrain_bert.runtime import Node, WorkerPlan, check_dashboard, choose_precision, plan_workers, usable_cpus
 
 
 @pytest.mark.parametrize(
@@ -71,6 +72,16 @@ def test_the_impossible_is_refused_with_what_is_there_and_what_to_change(
 def test_float16_on_cpu_is_refused() -> None:
     with pytest.raises(ConfigError, match="fp16"):
         choose_precision("fp16", "cpu")
+
+
+def test_a_dashboard_without_its_packages_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "aiohttp_cors" else find(name))
+    check_dashboard(ScalingSettings())
+    check_dashboard(ScalingSettings(dashboard=True, address="10.0.0.1:6379"))  # the cluster has its own
+    with pytest.raises(ConfigError, match=r"aiohttp_cors.*pip install 'raytrain-bert\[dashboard\]'"):
+        check_dashboard(ScalingSettings(dashboard=True))
 
 
 def test_errors_survive_pickling() -> None:
