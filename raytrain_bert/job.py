@@ -33,5 +33,7 @@ class Job:
     purpose: Purpose = "run"
     on_validation_too: bool = False
     """Train on the validation rows as well; the last step is then the best one."""
+    stop_after_epochs: float | None = None
+    """End there, on the learning rates of the whole schedule; None: with its end."""
     ingredients: tuple[str, ...] = ()
     """Checkpoint folders whose weights a soup may take, the best first."""

@@ -109,7 +109,7 @@ def run_to_the_end(parts: Parts, progress: Progress) -> dict[str, Any]:
 
 def is_over(parts: Parts, progress: Progress) -> bool:
     """Whether there is nothing left to train."""
-    trained = progress.epoch >= parts.config.train.num_epochs or progress.step >= parts.total_steps
+    trained = progress.epoch >= parts.config.train.num_epochs or progress.step >= parts.last_step
     return progress.stopped_early or (trained and progress.validated_step == progress.step)
 
 
@@ -159,7 +159,7 @@ def set_schedule_step(schedule: torch.optim.lr_scheduler.LambdaLR, step: int) ->
 
 def train_epoch(parts: Parts, progress: Progress, clocks: Clocks) -> None:
     """Train the steps that the epoch under way has left; ends with `progress.epoch` one up."""
-    if progress.step >= parts.total_steps:
+    if progress.step >= parts.last_step:
         return
     config = parts.config
     lengths = parts.rows.lengths[parts.splits["train"]]
@@ -171,13 +171,13 @@ def train_epoch(parts: Parts, progress: Progress, clocks: Clocks) -> None:
         parts.rank,
         parts.device,
         every=config.train.log_every_steps or LOG_EVERY_STEPS[parts.device.type],
-        total_steps=parts.total_steps,
+        total_steps=parts.last_step,
         world_size=parts.world_size,
     )
     parts.module.train()
     for batch in batches[progress.step_in_epoch :]:
         take_step(parts, progress, log, batch, lengths)
-        last = progress.step_in_epoch == len(batches) or progress.step == parts.total_steps
+        last = progress.step_in_epoch == len(batches) or progress.step == parts.last_step
         validation_is_due = is_due(config.train.validate_every_steps, progress.step)
         save_is_due = is_due(config.checkpoint.every_steps, progress.step)
         if not (log.is_due() or last or validation_is_due or save_is_due):
@@ -464,6 +464,8 @@ def finish(parts: Parts, progress: Progress) -> dict[str, Any]:
     result: dict[str, Any] = {
         "status": "finished",
         "step": progress.step,
+        "epochs": progress.epoch + progress.step_in_epoch / parts.steps_per_epoch,
+        "trained_on_validation": parts.job.on_validation_too,
         "stopped_early": progress.stopped_early,
         "skipped_steps": progress.skipped_steps,
         "best": {

@@ -28,15 +28,18 @@ def model_card(
     header: dict[str, Any] = {"pipeline_tag": "text-classification", "library_name": "transformers"}
     if not config.model.name.startswith(("bundled:", "/", ".")):
         header["base_model"] = config.model.name
-    best = result["best"]
+    best, epochs = result["best"], result.get("epochs", config.train.num_epochs)
     best_score = "none" if best["score"] is None else f"{best['score']:.4f}"
+    chosen = f"Best of the validations by {SCORES[best['metric']]}: {best_score} after {best['epoch']:.4g} epochs."
+    if result.get("trained_on_validation"):
+        chosen = "Trained on the validation rows too: there is no validation score."
     lines = [
         f"---\n{yaml.safe_dump(header, sort_keys=False)}---",
         "",
         "# Text classifier",
         "",
         f"Trained with raytrain_bert {__version__} from `{config.model.name}`, {_head(config)}.",
-        f"Best of the validations by {SCORES[best['metric']]}: {best_score} after {best['epoch']:g} epochs.",
+        chosen,
         "",
         "## Labels",
         "",
@@ -50,7 +53,7 @@ def model_card(
         "",
         f"- rows: {', '.join(f'{name} {count:,}' for name, count in num_rows.items())}",
         f"- longest input: {max_length} tokens; longer texts are cut",
-        f"- {config.train.num_epochs} epochs, {config.train.global_batch_size} rows a step, "
+        f"- {epochs:.4g} epoch{'' if epochs == 1 else 's'}, {config.train.global_batch_size} rows a step, "
         f"learning rate {config.optim.learning_rate:g} ({config.optim.schedule}), seed {config.train.seed}",
         "",
         "## Use",

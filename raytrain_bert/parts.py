@@ -87,6 +87,9 @@ class Parts:
     tokens_per_micro_batch: int
     steps_per_epoch: int
     total_steps: int
+    """Length of the learning-rate schedule."""
+    last_step: int
+    """The step that training ends with, unless it stops earlier."""
 
     def post(self, kind: str, **fields: Any) -> None:
         """Tell the driver, from rank 0."""
@@ -147,6 +150,9 @@ def build_parts(
     total_steps = steps_per_epoch * config.train.num_epochs
     if config.train.max_steps is not None:
         total_steps = min(total_steps, config.train.max_steps)
+    last_step = total_steps
+    if job.stop_after_epochs is not None:
+        last_step = min(total_steps, max(1, round(job.stop_after_epochs * steps_per_epoch)))
     precision = parallel.broadcast(runtime.choose_precision(config.train.precision, device.type))
     weights = None if job.class_weights is None else torch.tensor(job.class_weights, device=device)
     parts = Parts(
@@ -180,6 +186,7 @@ def build_parts(
         tokens_per_micro_batch=config.train.tokens_per_micro_batch or TOKENS_PER_MICRO_BATCH[device.type],
         steps_per_epoch=steps_per_epoch,
         total_steps=total_steps,
+        last_step=last_step,
     )
     post_ready(parts)
     return parts
@@ -214,7 +221,7 @@ def post_ready(parts: Parts) -> None:
         trainable_parameters=trainable,
         tokens_per_micro_batch=parts.tokens_per_micro_batch,
         steps_per_epoch=parts.steps_per_epoch,
-        total_steps=parts.total_steps,
+        total_steps=parts.last_step,
         global_batch_size=parts.config.train.global_batch_size,
     )
 

@@ -82,6 +82,7 @@ def make_job(
     purpose: Purpose = "run",
     *,
     on_validation_too: bool = False,
+    stop_after_epochs: float | None = None,
     ingredients: tuple[str, ...] = (),
 ) -> Job:
     """What the workers get."""
@@ -101,6 +102,7 @@ def make_job(
         class_weights=weights,
         purpose=purpose,
         on_validation_too=on_validation_too,
+        stop_after_epochs=stop_after_epochs,
         ingredients=ingredients,
     )
 
@@ -128,6 +130,7 @@ def train_on(
     resumed: bool = False,
     purpose: Purpose = "run",
     on_validation_too: bool = False,
+    stop_after_epochs: float | None = None,
     ingredients: tuple[str, ...] = (),
     on_board: Callable[[DriverBoard], None] = lambda board: None,
     name: str | None = None,
@@ -147,6 +150,7 @@ def train_on(
         resumed: go on from the folder's newest checkpoint.
         purpose: what the run is for.
         on_validation_too: train on the validation rows as well.
+        stop_after_epochs: end there, on the learning rates of the whole schedule.
         ingredients: checkpoint folders of a soup.
         on_board: given the board by which the workers can be asked to stop.
         name: what the run is called in metrics and trackers; None for its folder's name.
@@ -175,6 +179,7 @@ def train_on(
         weights,
         purpose,
         on_validation_too=on_validation_too,
+        stop_after_epochs=stop_after_epochs,
         ingredients=ingredients,
     )
     screen.phase(starting(workers))

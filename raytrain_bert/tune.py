@@ -20,20 +20,19 @@ from raytrain_bert.config.schema import OutputConfig
 from raytrain_bert.config.sweep import SweepConfig
 from raytrain_bert.driver import stop_at_sigterm
 from raytrain_bert.progress.format import SCORES, score
-from raytrain_bert.progress.screen import Screen
 from raytrain_bert.progress.streams import Streams, captured_streams
-from raytrain_bert.run import Trained, data_name, load_text_side, prepare, start, train_on, write_result
-from raytrain_bert.run_folder import RunFolder, now, provenance, refuse_running
+from raytrain_bert.run import data_name, load_text_side, prepare, start
+from raytrain_bert.run_folder import now, provenance, refuse_running
+from raytrain_bert.sweep.finalize import Winner
 from raytrain_bert.sweep.page import FINISHING, Page
-from raytrain_bert.sweep.records import SweepFolder, Trial, ranking
-from raytrain_bert.sweep.resources import TrialPlan, all_workers, plan_trials
+from raytrain_bert.sweep.records import SweepFolder, Trial
+from raytrain_bert.sweep.resources import TrialPlan, plan_trials
 from raytrain_bert.sweep.screen import Now, SweepScreen, sample_told
 from raytrain_bert.sweep.space import Space, parse_domain, read_space, token_variants, with_sample
 from raytrain_bert.sweep.state import SweepState
 from raytrain_bert.trackers import check_trackers
 
 if TYPE_CHECKING:
-    from raytrain_bert.runtime import WorkerPlan
     from raytrain_bert.sweep.trial import Shared, Tokens
 
 DESCRIPTION = (
@@ -78,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             nonlocal folder
             resumed = call.resume is not None
             if call.resume is not None:
-                folder = to_resume(call.resume)
+                folder = to_resume(call.resume, config)
             else:
                 name = config.output.name or f"{data_name(config)}-sweep-{datetime.now():%Y%m%d-%H%M%S}"
                 folder = for_new_sweep(config.output.storage_path, name, overwrite=call.overwrite)
@@ -164,8 +163,8 @@ def for_new_sweep(storage_path: str, name: str, *, overwrite: bool) -> SweepFold
     return folder
 
 
-def to_resume(path: str) -> SweepFolder:
-    """The folder of a sweep that is to go on, wherever it lies now.
+def to_resume(path: str, config: SweepConfig) -> SweepFolder:
+    """The folder of a sweep that is to go on, wherever it lies now; a finished one where it is to have more trials.
 
     Raises:
         RunFolderError: it is no sweep, or one that has finished or is still running.
@@ -175,27 +174,18 @@ def to_resume(path: str) -> SweepFolder:
         raise RunFolderError(f"{folder.path} is no sweep (config.yaml and sweep.json are not there).")
     state = folder.state.read()
     if state.get("status") == "finished":
-        raise RunFolderError(f"The sweep in {folder.path} has finished; its results are in {folder.csv_path}.")
+        if config.sweep.scheduler == "pbt":
+            raise RunFolderError(
+                f"The sweep in {folder.path} has finished, and a population (pbt) cannot grow. Begin a new sweep."
+            )
+        before = load_config({}, folder.config_path, root=SweepConfig).sweep
+        if not config.sweep.allows_more_than(before):
+            raise RunFolderError(
+                f"The sweep in {folder.path} has finished; its results are in {folder.csv_path}. For more trials: "
+                f"--resume {folder.path} --sweep.num-trials N, with N above {before.num_trials or state.get('trials')}."
+            )
     refuse_running(folder.path, state)
     return folder
-
-
-class Relay(Screen):
-    """Lets only phases and warnings of a run through to the sweep's screen."""
-
-    def __init__(self, screen: Screen) -> None:
-        """In front of `screen`."""
-        super().__init__(None)
-        self._behind = screen
-
-    def handle(self, event: Mapping[str, Any]) -> None:
-        """See Screen."""
-        if event["event"] in ("phase", "warning"):
-            self._behind.handle(event)
-
-    def warning(self, text: str) -> None:
-        """See Screen."""
-        self._behind.warning(text)
 
 
 class Sweep:
@@ -230,6 +220,8 @@ class Sweep:
         algorithm = algorithm_of(self.config.sweep, self.space)
         samples = planned(self.config.sweep, self.space, self.base)
         total = len(samples) if samples is not None else self.config.sweep.num_trials
+        if self.resumed and samples is not None and self.folder.state.read().get("status") == "finished":
+            refuse_tried(self.folder, len(samples))
         if local:  # refused before anything is started
             plan_trials(scaling, self.config.sweep, [node], total)
         check_trackers(self.config.output.trackers or ())
@@ -251,6 +243,8 @@ class Sweep:
                 self.folder.state.update(status="interrupted" if user else "failed", ended=now())
             raise
         self.show_facts(facts, plan, algorithm, total, dashboard)
+        if self.resumed:
+            self.screen.note(kept_told(state.trials()))
         from raytrain_bert.sweep.trial import Shared
 
         shared = Shared(str(self.folder.path), self.base, tokens, plan.workers)
@@ -258,6 +252,8 @@ class Sweep:
             stopped = self.search(shared, plan, state)
             if stopped is not None:
                 return self.close_interrupted(state, total, stopped)
+            if algorithm != "grid":
+                self.tell_exhausted(state)
             return self.close(shared, plan, state, total)
         except BaseException as error:
             stopped_at_once = isinstance(error, KeyboardInterrupt)
@@ -367,6 +363,12 @@ class Sweep:
         finally:
             self.folder.state.update(search_seconds=round(before + time.monotonic() - began, 1))
 
+    def tell_exhausted(self, state: SweepState) -> None:
+        """Say so where the space has fewer samples than trials were asked for."""
+        wanted, tried = self.config.sweep.num_trials, len(state.trials())
+        if wanted is not None and tried < wanted and state.stopping is None:
+            self.screen.note(f"{tried} trials in place of {wanted}: the search space has no other samples")
+
     def close_interrupted(self, state: SweepState, total: int | None, signal_name: str) -> int:
         """Say how to go on; gives the exit code."""
         self.folder.state.update(status="interrupted", ended=now(), signal=signal_name)
@@ -386,35 +388,35 @@ class Sweep:
         self.write_best(best, plan)
         self.page.update(self.where(state, total), status=FINISHING, always=True)
         self.folder.state.update(best=best_fields(best, self.metric, best.path))
-        run, trained = self.finish(shared, plan, state, best)
-        final = {"path": str(run.path.relative_to(self.folder.path)), "test": trained.result.get("test")}
+        final = Winner(self.config, self.folder, self.screen, shared, plan, state, best).finalize()
         self.folder.state.update(
-            status="finished", ended=now(), trials=len(state.trials()), final=final | final_fields(trained.result)
+            status="finished", ended=now(), trials=len(state.trials()), final=final.fields(self.folder)
         )
         where = self.where(state, total)
-        self.page.update(where, status="finished", always=True, test=trained.result.get("test"))
+        self.page.update(where, status="finished", always=True, test=final.test)
         self.screen.results(where)
         rows = [
             ("best", f"trial {best.number}, {sample_told(best.sample)}"),
             ("validation", f"{SCORES[self.metric]} {score(best.best_score)} at epoch {best.best_epoch:g}"),
         ]
-        if run.path.name in ("best", "soup"):
-            word = "retrained" if run.path.name == "best" else "soup"
-            rows.append((word, f"{SCORES[self.metric]} {score(trained.result['best']['score'])} on validation"))
-        if trained.result.get("test"):
-            tested = trained.result["test"]
-            rows.append(("test", ", ".join(f"{name} {score(tested.get(key))}" for key, name in SCORES.items())))
+        if final.kind != "trial":
+            told = f"{SCORES[self.metric]} {score(final.validation)} on validation"
+            if final.validation is None:
+                told = "on training and validation rows, so without a validation score"
+            rows.append((final.kind, told))
+        if final.test:
+            rows.append(("test", ", ".join(f"{name} {score(final.test.get(key))}" for key, name in SCORES.items())))
         rows += [
             ("settings", str(self.folder.best_path)),
             ("table", str(self.folder.csv_path)),
             ("page", str(self.folder.page_path)),
-            ("model", str(run.model_path)),
+            ("model", str(final.run.model_path)),
         ]
         self.screen.last_rows(
             "finished",
             rows,
             "use the model",
-            f'python -m raytrain_bert.predict {shlex.quote(str(run.path))} --text "..."',
+            f'python -m raytrain_bert.predict {shlex.quote(str(final.run.path))} --text "..."',
         )
         return command.DONE
 
@@ -440,103 +442,39 @@ class Sweep:
             head += "# pbt changed the settings on the way (see trials.jsonl): these are the last ones.\n"
         self.folder.best_path.write_text(head + dump_yaml(config), encoding="utf-8")
 
-    def finish(self, shared: Shared, plan: TrialPlan, state: SweepState, best: Trial) -> tuple[RunFolder, Trained]:
-        """Test the winner, its soup, or what is trained anew with its settings, and write that model."""
-        settings = self.config.sweep
-        if settings.retrain_best:
-            return self.retrain(shared, plan, best)
-        workers = self.final_workers(plan)
-        if settings.soup is not None and (cooked := self.cook(shared, workers, state, best, settings.soup)) is not None:
-            return cooked
-        run = self.folder.trial(best.number)
-        config = load_config({}, run.config_path)
-        tokens = shared.tokens_for(config)
-        trained = train_on(
-            tokens.data, config, run, workers, tokens.longest, Relay(self.screen),
-            started=time.monotonic(), resumed=True, purpose="finish",
-        )  # fmt: skip
-        before = run.state()
-        write_result(trained, config, run, tokens.data)
-        run.update(seconds=before.get("seconds"), speed=before.get("speed"))  # of the training, not of the test
-        return run, trained
 
-    def final_workers(self, plan: TrialPlan) -> WorkerPlan:
-        """Workers that test the winner: as in its trial, on the cluster where one was joined."""
-        workers = plan.workers
-        if workers.num_workers == 0 and runtime.cluster_address(self.config.scaling) is not None:
-            return runtime.WorkerPlan(1, workers.use_gpu, workers.cpus_per_worker)
-        return workers
+def refuse_tried(folder: SweepFolder, samples: int) -> None:
+    """A finished sweep whose samples have all been tried cannot have more trials.
 
-    def retrain(self, shared: Shared, plan: TrialPlan, best: Trial) -> tuple[RunFolder, Trained]:
-        """Train with the winner's settings and all workers of the cluster, in SWEEP/best."""
-        settings = self.config.sweep
-        config = with_sample(self.base, best.sample)
-        output = OutputConfig(storage_path=str(self.folder.path), name="best")
-        config = config.model_copy(update={"scaling": all_workers(config.scaling, plan), "output": output})
-        if settings.retrain_on_validation:
-            # There is nothing left to choose the epoch by: as many as were best.
-            epochs = max(1, round(best.best_epoch or config.train.num_epochs))
-            config = config.model_copy(
-                update={
-                    "train": config.train.model_copy(update={"num_epochs": epochs, "early_stopping_patience": None})
-                }
-            )
-        local = runtime.cluster_address(config.scaling) is None
-        workers = runtime.plan_workers(config.scaling, [runtime.local_node()] if local else runtime.cluster_nodes())
-        run = RunFolder(self.folder.path / "best")
-        resumed = run.state_path.is_file() and any((run.path / "checkpoints").glob("step-*"))
-        if not resumed:
-            shutil.rmtree(run.path, ignore_errors=True)
-            run.create(dump_yaml(config), **provenance(sys.argv[:1]))
-        tokens = shared.tokens_for(config)
-        self.screen.note(f"training the settings of trial {best.number} anew in {run.path}")
-        trained = train_on(
-            tokens.data, config, run, workers, tokens.longest, self.screen,
-            started=time.monotonic(), resumed=resumed, on_validation_too=settings.retrain_on_validation,
-        )  # fmt: skip
-        if trained.result["status"] == "interrupted":
-            raise KeyboardInterrupt
-        write_result(trained, config, run, tokens.data)
-        return run, trained
-
-    def cook(
-        self, shared: Shared, workers: WorkerPlan, state: SweepState, best: Trial, most: int
-    ) -> tuple[RunFolder, Trained] | None:
-        """Average the weights of the best trials in SWEEP/soup; None where that is no better than the winner alone."""
-        from raytrain_bert.checkpoint import CheckpointStore
-
-        shape = [best.sample.get(key) for key in SHAPE_KEYS]
-        alike = [trial for trial in ranking(state.trials(), self.metric) if trial.best_step is not None]
-        alike = [t for t in alike if t.status != "failed" and [t.sample.get(key) for key in SHAPE_KEYS] == shape][:most]
-        stores = [(CheckpointStore(self.folder.trial(t.number).path / "checkpoints"), t.best_step) for t in alike]
-        ingredients = tuple(str(store.path(step)) for store, step in stores if step in store.steps())
-        if len(ingredients) < 2:
-            self.screen.note("soup: fewer than two trials of the same model; the winner stays as it is")
-            return None
-        config = with_sample(self.base, best.sample)
-        config = config.model_copy(update={"output": OutputConfig(storage_path=str(self.folder.path), name="soup")})
-        run = RunFolder(self.folder.path / "soup")
-        shutil.rmtree(run.path, ignore_errors=True)
-        run.create(dump_yaml(config), **provenance(sys.argv[:1]))
-        tokens = shared.tokens_for(config)
-        trained = train_on(
-            tokens.data, config, run, workers, tokens.longest, Relay(self.screen),
-            started=time.monotonic(), purpose="soup", ingredients=ingredients,
-        )  # fmt: skip
-        soup = trained.result["soup"] | {"trials": [t.number for t in alike]}
-        self.folder.state.update(soup=soup)
-        if not trained.result["won"]:
-            self.screen.note(
-                f"soup of {len(ingredients)} trials: {SCORES[self.metric]} {score(soup['score'])}, no better than the "
-                "winner alone"
-            )
-            shutil.rmtree(run.path, ignore_errors=True)
-            return None
-        write_result(trained, config, run, tokens.data)
-        return run, trained
+    Raises:
+        RunFolderError: that is so.
+    """
+    if len(folder.read()) >= samples:
+        raise RunFolderError(
+            f"All {samples} samples of the sweep in {folder.path} have been tried. Begin a new one with a larger "
+            "search space."
+        )
 
 
-SHAPE_KEYS = ("model.name", "model.revision", "model.pooling")
+def kept_told(trials: Sequence[Trial]) -> str:
+    """Which trials a resumed sweep keeps, and which go on."""
+    done = [trial.number for trial in trials if trial.has_ended]
+    left = [trial.number for trial in trials if not trial.has_ended]
+    words = [f"keeping trial{'s' if len(done) > 1 else ''} {ranges(done)}"] if done else []
+    if left:
+        words.append(f"going on with trial{'s' if len(left) > 1 else ''} {ranges(left)} from the last checkpoint")
+    return ", ".join(words) or "no trial had begun"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers in a few characters: 1-3, 5."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def best_fields(best: Trial, metric: str, path: str) -> dict[str, Any]:
@@ -550,11 +488,6 @@ def best_fields(best: Trial, metric: str, path: str) -> dict[str, Any]:
         "step": best.best_step,
         "path": path,
     }
-
-
-def final_fields(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the model that was tested, for sweep.json."""
-    return {"validation": result["best"]["score"]}
 
 
 def no_winner(trials: Sequence[Trial], metric: str) -> str:

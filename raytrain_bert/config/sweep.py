@@ -55,7 +55,7 @@ class SweepSettings(Settings):
         False, description="Train the best settings once more with all workers of the cluster, in SWEEP/best."
     )
     retrain_on_validation: bool = Field(
-        False, description="Retrain on the validation rows too, for as many epochs as the winner's best."
+        False, description="Retrain on the validation rows too, up to the epoch of the winner's best validation."
     )
     soup: int | None = Field(
         None,
@@ -63,6 +63,11 @@ class SweepSettings(Settings):
         description="Average the weights of up to so many of the best trials, as far as validation gets better "
         "(greedy soup). None: no.",
     )
+
+    def allows_more_than(self, before: SweepSettings) -> bool:
+        """Whether a sweep that ended with the budgets of `before` may go on with these."""
+        budgets = [(getattr(self, name), getattr(before, name)) for name in ("num_trials", "minutes", "gpu_minutes")]
+        return any(old is not None and (new is None or new > old) for new, old in budgets)
 
     @model_validator(mode="after")
     def _has_an_end(self) -> SweepSettings:

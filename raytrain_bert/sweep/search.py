@@ -174,11 +174,18 @@ class TPE:
             ),
         )
         self._asked: dict[int, Any] = {}
+        self._samples: dict[int, str] = {}
+        self._scores: dict[str, float | None] = {}
+        """What came of each sample, by its text; None for a failure."""
+        self._others = Draws(settings.seed, space, base)
         for trial in ended:
             self._learn(trial)
 
     def next(self, number: int) -> Sample | None:
-        """A new sample."""
+        """A sample that has not been tried; None where the space has no other.
+
+        Where Optuna asks for what is known, it is told so instead of training it again.
+        """
         for _ in range(TRIES):
             trial = self._study.ask()
             try:
@@ -186,8 +193,15 @@ class TPE:
             except ValidationError:
                 self._fail(trial)
                 continue
-            self._asked[number] = trial
-            return sample
+            name = told(sample)
+            if name not in self._samples.values():
+                self._asked[number], self._samples[number] = trial, name
+                return sample
+            self._tell(trial, self._scores.get(name))  # what runs at the moment counts as failed
+        while (other := self._others.next()) is not None:
+            if told(other) not in self._samples.values():
+                self.take_up(number, other)
+                return other
         return None
 
     def take_up(self, number: int, sample: Sample) -> None:
@@ -196,13 +210,16 @@ class TPE:
         self._study.enqueue_trial({key: domains[key].encoded(value) for key, value in sample.items()})
         trial = self._study.ask()
         self.space.suggest(trial)
-        self._asked[number] = trial
+        self._asked[number], self._samples[number] = trial, told(sample)
 
     def tell(self, number: int, score: float | None) -> None:
         """What came of a sample; None for a failure."""
         trial = self._asked.pop(number, None)
-        if trial is None:
-            return
+        if trial is not None:
+            self._scores[self._samples[number]] = score
+            self._tell(trial, score)
+
+    def _tell(self, trial: Any, score: float | None) -> None:
         if score is None:
             self._fail(trial)
         else:
@@ -218,6 +235,8 @@ class TPE:
 
         domains = {domain.key: domain for domain in self.space.domains if domain.key in trial.sample}
         failed = trial.status == "failed" or trial.best_score is None
+        self._samples[trial.number] = told(trial.sample)
+        self._scores[told(trial.sample)] = None if failed else trial.best_score
         self._study.add_trial(
             optuna.trial.create_trial(
                 state=optuna.trial.TrialState.FAIL if failed else optuna.trial.TrialState.COMPLETE,

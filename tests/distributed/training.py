@@ -63,20 +63,22 @@ def with_dropout(config: Config, dropout: float) -> Config:
     return config.model_copy(update={"model": config.model.model_copy(update={"dropout": dropout})})
 
 
-def make_parts(config: Config, run_folder: Path, sizes: Sizes = SIZES, weights: tuple[float, ...] | None = None) -> Any:
+def make_parts(
+    config: Config, run_folder: Path, sizes: Sizes = SIZES, weights: tuple[float, ...] | None = None, **job_fields: Any
+) -> Any:
     """The parts of this rank."""
     table = make_rows(sizes)
     split = table["split"].to_numpy()
     origins = Origins(("reviews.csv",), table["file"].to_numpy(), table["row"].to_numpy())
     splits = {name: np.flatnonzero(split == number) for name, number in SPLITS.items()}
-    job = Job(config, LABELS, 32, 1, False, str(run_folder), LocalBoard(), class_weights=weights)
+    job = Job(config, LABELS, 32, 1, False, str(run_folder), LocalBoard(), class_weights=weights, **job_fields)
     return build_parts(job, torch.device("cpu"), TokenRows(table), splits, origins)
 
 
 def train_to_the_end(parts: Any, progress: Progress) -> None:
     """All the epochs that are left."""
     clocks = Clocks()
-    while progress.epoch < parts.config.train.num_epochs and progress.step < parts.total_steps:
+    while progress.epoch < parts.config.train.num_epochs and progress.step < parts.last_step:
         train_epoch(parts, progress, clocks)
     parts.store.wait()
 

@@ -10,17 +10,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ray.tune.schedulers import TrialScheduler
 
-from raytrain_bert.config.errors import ConfigError, ResourceError
-from raytrain_bert.config.load import load_config
+from raytrain_bert.config.errors import ConfigError, ResourceError, RunFolderError
+from raytrain_bert.config.load import dump_yaml, load_config
 from raytrain_bert.config.schema import ScalingSettings
 from raytrain_bert.config.sweep import SweepConfig, SweepSettings
 from raytrain_bert.runtime import Node
 from raytrain_bert.sweep.importance import importances
 from raytrain_bert.sweep.records import SweepFolder, Trial, best_of, to_csv
 from raytrain_bert.sweep.resources import plan_trials
+from raytrain_bert.sweep.schedule import Explorer, build_scheduler, remember
+from raytrain_bert.sweep.search import TPE
 from raytrain_bert.sweep.space import Space, read_space, with_sample
-from raytrain_bert.tune import split_search_flags, with_search
+from raytrain_bert.tune import kept_told, split_search_flags, to_resume, with_search
 
 BASE = load_config({"data.train": ["x.csv"]})
 
@@ -160,6 +163,149 @@ def test_trials_come_back_from_their_file(tmp_path: Path) -> None:
     assert float(first["best_score"]) == 0.1 + 0.2
     assert first["effective:optim.learning_rate"] == "0.0001"
     assert (second["why"], second["best_score"]) == ('a "b", c', "")
+
+
+def tpe(space: Space, earlier: list[Trial], num_trials: int = 20) -> TPE:
+    return TPE(SweepSettings(num_trials=num_trials), space, BASE, earlier)
+
+
+def test_tpe_never_tries_a_sample_twice_and_ends_with_the_space() -> None:
+    space = space_of(train__global_batch_size={"choice": [8, 16, 32]}, model__pooling={"choice": ["mean", "cls"]})
+    earlier = [Trial(1, {"train.global_batch_size": 8, "model.pooling": "mean"}, status="trained", best_score=0.5)]
+    source = tpe(space, earlier)
+    samples = [earlier[0].sample]
+    for number in range(2, 20):
+        sample = source.next(number)
+        if sample is None:
+            break
+        samples.append(sample)
+        source.tell(number, None if number == 3 else 0.1 * number)
+    assert len(samples) == 6
+    assert all(samples.count(sample) == 1 for sample in samples)
+
+
+def test_tpe_goes_where_the_scores_are_good() -> None:
+    space = space_of(optim__learning_rate={"loguniform": [1e-6, 1e-1]})
+    source = tpe(space, [], 40)
+    rates = []
+    for number in range(1, 41):
+        sample = source.next(number)
+        assert sample is not None
+        rates.append(sample["optim.learning_rate"])
+        source.tell(number, -abs(math.log10(rates[-1]) + 3))
+
+    def distance(some: list[float]) -> float:
+        return float(np.mean([abs(math.log10(rate) + 3) for rate in some]))
+
+    at_random = 1.3  # of even draws over -6 to -1
+    assert distance(rates[20:]) < 0.6 * at_random
+    # Of an earlier session: what it learned then decides now.
+    earlier = [
+        Trial(n, {"optim.learning_rate": rate}, status="trained", best_score=-abs(math.log10(rate) + 3))
+        for n, rate in enumerate(rates[:25], 1)
+    ]
+    resumed = tpe(space, earlier, 40)
+    again = [resumed.next(number) for number in range(26, 36)]
+    assert distance([sample["optim.learning_rate"] for sample in again if sample]) < 0.6 * at_random
+
+
+class Reported:
+    """A trial, as Ray Tune hands it to a scheduler."""
+
+    def __init__(self, number: int) -> None:
+        self.trial_id, self.number, self.status = str(number), number, "RUNNING"
+
+    def __str__(self) -> str:
+        return f"{self.number:04d} learning_rate 1"
+
+
+def ended_early(scheduler: Any, curves: dict[int, list[float]]) -> dict[int, int]:
+    """Epochs after which each trial was ended; the trials run one after the other."""
+    ended = {}
+    for number, scores in curves.items():
+        trial = Reported(number)
+        scheduler.on_trial_add(None, trial)
+        for epoch, value in enumerate(scores, 1):
+            result = {"score": value, "value": value, "epoch": epoch, "training_iteration": epoch}
+            if scheduler.on_trial_result(None, trial, result) == TrialScheduler.STOP:
+                ended[number] = epoch
+                break
+        scheduler.on_trial_complete(None, trial, result)
+    return ended
+
+
+GOOD, BAD = [0.6, 0.7, 0.8, 0.9], [0.1, 0.1, 0.1, 0.1]
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "grace", "expected", "why"),
+    [
+        ("asha", 1, {4: 1}, "asha after 1 epochs: 0.1 is not among the best 1/3"),
+        ("asha", 2, {4: 2}, "asha after 2 epochs: 0.1 is not among the best 1/3"),
+        ("median", 1, {4: 1}, "median after 1 epochs: its best is below the median of the others"),
+        ("median", 3, {4: 3}, "median after 3 epochs: its best is below the median of the others"),
+        ("none", 1, {}, None),
+    ],
+)
+def test_a_hopeless_trial_is_ended_once_its_grace_is_over_and_told_why(
+    scheduler: Any, grace: float, expected: dict[int, int], why: str | None
+) -> None:
+    reasons: dict[int, str] = {}
+    settings = SweepSettings(scheduler=scheduler, grace=grace)
+    built = build_scheduler(settings, space_of(optim__beta1={"uniform": [0.1, 0.9]}), BASE, reasons, 4)
+    assert ended_early(built, {1: GOOD, 2: GOOD, 3: GOOD, 4: BAD}) == expected
+    assert reasons.get(4) == why
+
+
+def test_a_resumed_scheduler_compares_with_the_trials_of_before() -> None:
+    for name in ("asha", "median"):
+        reasons: dict[int, str] = {}
+        settings = SweepSettings(scheduler=name)  # type: ignore[arg-type]
+        built = build_scheduler(settings, space_of(optim__beta1={"uniform": [0.1, 0.9]}), BASE, reasons, 4)
+        for number in (1, 2, 3):
+            remember(built, number, [{"score": value, "value": value, "epoch": n} for n, value in enumerate(GOOD, 1)])
+        assert ended_early(built, {4: BAD}) == {4: 1}, name
+
+
+def test_pbt_moves_what_may_change_in_mid_run_and_nothing_else() -> None:
+    space = space_of(
+        optim__learning_rate={"loguniform": [1e-5, 1e-3]},
+        train__global_batch_size={"choice": [8, 16]},
+        optim__layer_decay={"quniform": [0.5, 1.0, 0.1]},
+    )
+    explorer = Explorer(space, BASE, seed=0)
+    sample = {"optim.learning_rate": 1e-4, "train.global_batch_size": 16, "optim.layer_decay": 0.8}
+    moved = [explorer({"trial": {"number": 1, "sample": sample}})["trial"]["sample"] for _ in range(50)]
+    assert {m["train.global_batch_size"] for m in moved} == {16}
+    rates = [m["optim.learning_rate"] for m in moved]
+    near = sum(min(abs(rate - 0.8e-4), abs(rate - 1.2e-4)) < 1e-12 for rate in rates)
+    assert 0.5 * len(rates) < near < len(rates)  # the others are drawn anew
+    assert all(1e-5 <= rate <= 1e-3 for rate in rates)
+
+
+def test_a_finished_sweep_goes_on_only_with_a_larger_budget(tmp_path: Path) -> None:
+    config = SweepConfig(sweep=SweepSettings(num_trials=4, minutes=10))
+    folder = SweepFolder(tmp_path)
+    folder.config_path.write_text(dump_yaml(config), encoding="utf-8")
+    folder.state.update(status="finished", trials=4)
+
+    def resume(**changed: Any) -> SweepFolder:
+        return to_resume(str(tmp_path), config.model_copy(update={"sweep": config.sweep.model_copy(update=changed)}))
+
+    for changed in ({}, {"num_trials": 4}, {"num_trials": 3}, {"minutes": 9.0}):
+        with pytest.raises(RunFolderError, match=r"has finished.*--sweep.num-trials N, with N above 4"):
+            resume(**changed)
+    for changed in ({"num_trials": 5}, {"num_trials": None}, {"minutes": 11.0}, {"minutes": None}):
+        assert resume(**changed).path == tmp_path
+    with pytest.raises(RunFolderError, match="cannot grow"):
+        resume(num_trials=5, scheduler="pbt")
+
+
+def test_a_resumed_sweep_tells_what_it_keeps() -> None:
+    numbers = {1: "trained", 2: "stopped", 3: "running", 4: "failed", 6: "unfinished"}
+    trials = [Trial(number, {}, status=status) for number, status in numbers.items()]  # type: ignore[arg-type]
+    assert kept_told(trials) == "keeping trials 1-2, 4, going on with trials 3, 6 from the last checkpoint"
+    assert kept_told([]) == "no trial had begun"
 
 
 def test_importance_is_the_rank_correlation_of_pandas() -> None:
