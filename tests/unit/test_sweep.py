@@ -184,29 +184,32 @@ def test_tpe_never_tries_a_sample_twice_and_ends_with_the_space() -> None:
     assert all(samples.count(sample) == 1 for sample in samples)
 
 
-def test_tpe_goes_where_the_scores_are_good() -> None:
-    space = space_of(optim__learning_rate={"loguniform": [1e-6, 1e-1]})
-    source = tpe(space, [], 40)
+def rates_of(source: TPE, numbers: range) -> list[float]:
+    """The learning rates that it asks for, where 1e-3 is best."""
     rates = []
-    for number in range(1, 41):
+    for number in numbers:
         sample = source.next(number)
         assert sample is not None
         rates.append(sample["optim.learning_rate"])
-        source.tell(number, -abs(math.log10(rates[-1]) + 3))
+        source.tell(number, -distance(rates[-1:]))
+    return rates
 
-    def distance(some: list[float]) -> float:
-        return float(np.mean([abs(math.log10(rate) + 3) for rate in some]))
 
+def distance(rates: list[float]) -> float:
+    """Mean distance from 1e-3, in decades."""
+    return float(np.mean([abs(math.log10(rate) + 3) for rate in rates]))
+
+
+def test_tpe_goes_where_the_scores_are_good_also_after_a_resume() -> None:
+    space = space_of(optim__learning_rate={"loguniform": [1e-6, 1e-1]})
     at_random = 1.3  # of even draws over -6 to -1
+    rates = rates_of(tpe(space, [], 40), range(1, 41))
     assert distance(rates[20:]) < 0.6 * at_random
-    # Of an earlier session: what it learned then decides now.
     earlier = [
-        Trial(n, {"optim.learning_rate": rate}, status="trained", best_score=-abs(math.log10(rate) + 3))
+        Trial(n, {"optim.learning_rate": rate}, status="trained", best_score=-distance([rate]))
         for n, rate in enumerate(rates[:25], 1)
     ]
-    resumed = tpe(space, earlier, 40)
-    again = [resumed.next(number) for number in range(26, 36)]
-    assert distance([sample["optim.learning_rate"] for sample in again if sample]) < 0.6 * at_random
+    assert distance(rates_of(tpe(space, earlier, 40), range(26, 46))) < 0.6 * at_random
 
 
 class Reported:
