@@ -491,10 +491,16 @@ def best_fields(best: Trial, metric: str, path: str) -> dict[str, Any]:
 
 
 def no_winner(trials: Sequence[Trial], metric: str) -> str:
-    """Why no trial can win."""
-    reasons = [f"trial {trial.number}: {trial.why or f'no {metric}'}" for trial in trials][:FEWEST_TOLD]
-    more = f" (and {len(trials) - FEWEST_TOLD} more)" if len(trials) > FEWEST_TOLD else ""
-    return f"No trial of {len(trials)} got a number for {metric}. {'; '.join(reasons)}{more}"
+    """Why no trial can win: each reason once."""
+    numbers: dict[str, list[int]] = {}
+    for trial in trials:
+        numbers.setdefault(trial.why or f"no {metric}", []).append(trial.number)
+    told = [
+        f"trial{'s' if len(of_it) > 1 else ''} {ranges(of_it)}: {reason}"
+        for reason, of_it in list(numbers.items())[:FEWEST_TOLD]
+    ]
+    more = f" (and {len(numbers) - FEWEST_TOLD} other reasons, in trials.csv)" if len(numbers) > FEWEST_TOLD else ""
+    return f"No trial of {len(trials)} got a number for {metric}. {'; '.join(told)}{more}"
 
 
 if __name__ == "__main__":

@@ -203,6 +203,7 @@ def value_told(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.3g}"
     text = str(value)
+    text = text.rpartition("/")[2] or text  # of a model folder or a hub name, the name
     return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..."
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from raytrain_bert.config.errors import ConfigError
-from raytrain_bert.config.load import readable, settings_of, unknown
+from raytrain_bert.config.load import readable, settings_of, unknown, with_absolute_paths
 from raytrain_bert.config.schema import Config
 
 Sample = dict[str, Any]
@@ -358,12 +358,15 @@ def _numbers(kind: str, values: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _as_the_schema_has_it(domain: Domain, base: Config) -> Domain:
-    """A domain whose listed values and conditions are normalised."""
+    """A domain whose listed values and conditions are normalised; a model folder is named by its absolute path."""
+
+    def as_it_is(key: str, value: Any) -> Any:
+        return value_of(with_absolute_paths(with_sample(base, {key: value})), key)
+
     values = domain.arguments
     if domain.is_list:
-        values = tuple(normalised({domain.key: value}, base)[domain.key] for value in values)
-    when = tuple((key, normalised({key: value}, base)[key]) for key, value in domain.when)
-    return replace(domain, arguments=values, when=when)
+        values = tuple(as_it_is(domain.key, value) for value in values)
+    return replace(domain, arguments=values, when=tuple((key, as_it_is(key, value)) for key, value in domain.when))
 
 
 def _refused(domain: Domain, base: Config) -> list[str]:

@@ -104,6 +104,13 @@ def test_flags_add_to_the_file_and_take_out_of_it() -> None:
         split_search_flags(["--search.optim.beta1", "0.5"])
 
 
+def test_a_model_folder_is_searched_by_its_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tiny").mkdir()
+    monkeypatch.chdir(tmp_path)
+    (domain,) = space_of(model__name={"choice": ["tiny", "bert-base-uncased"]}).domains
+    assert domain.arguments == (str(tmp_path / "tiny"), "bert-base-uncased")
+
+
 def test_a_sample_becomes_the_configuration_of_its_trial() -> None:
     config = with_sample(BASE, {"optim.learning_rate": 0.5, "model.pooling": "mean"})
     assert (config.optim.learning_rate, config.model.pooling) == (0.5, "mean")
