@@ -108,6 +108,11 @@ def guard(
         return FAULT
 
 
+def dashboard_row(url: str | None) -> list[tuple[str, str]]:
+    """Where Ray's dashboard is, and what it asks for first; nothing where there is none."""
+    return [("dashboard", f"{url} (it asks for the token that `ray get-auth-token` prints)")] if url else []
+
+
 def print_error(title: str, message: str) -> None:
     """Show an error before there is a screen."""
     print(f"{title}: {message}", file=sys.stderr)

@@ -71,8 +71,8 @@ def fit(
         # Every worker sees all rows and takes those that the plan deals to its rank: splitting would drop some.
         dataset_config=ray.train.DataConfig(datasets_to_split=[]),
         run_config=ray.train.RunConfig(
-            name="ray_train",
-            storage_path=str(folder.log_path.parent),
+            name=folder.path.name,  # in the dashboard's list of training runs
+            storage_path=str(folder.ray_path),
             failure_config=ray.train.FailureConfig(max_failures=config.scaling.max_failures),
             callbacks=[failure_callback(job.board)] if workers.num_workers else None,
         ),

@@ -36,14 +36,17 @@ def data_name(config: Config) -> str:
     return re.sub(r"[^\w-]+", "-", name.partition(".")[0]).strip("-") or "run"
 
 
-def start(config: Config, node: Node, screen: Screen) -> tuple[Any, int, str | None]:
-    """Start Ray and load the tokenizer, one beside the other; gives (tokenizer, longest input, dashboard)."""
+def start(config: Config, node: Node, screen: Screen, name: str) -> tuple[Any, int, str | None]:
+    """Start Ray and load the tokenizer, one beside the other; gives (tokenizer, longest input, dashboard).
+
+    `name` is that of the job in Ray's dashboard.
+    """
     address = runtime.cluster_address(config.scaling)
     screen.phase(f"joining the Ray cluster at {address}" if address else "starting Ray")
     with ThreadPoolExecutor(1) as pool:
         loading = pool.submit(load_text_side, config)
         # In the main thread: Ray's processes end with the thread that started them.
-        dashboard = runtime.start_ray(config.scaling, node)
+        dashboard = runtime.start_ray(config.scaling, node, name)
         tokenizer, longest = loading.result()
     return tokenizer, longest, dashboard
 

@@ -58,6 +58,8 @@ class RunFolder:
         self.metrics_path = path / "metrics.jsonl"
         self.log_path = path / "logs" / "ray.log"
         self.error_path = path / "logs" / "error.txt"
+        self.ray_path = path / "logs" / "ray"
+        """Ray Train's own notes of the run; nothing reads them when it has ended."""
         self.model_path = path / "model"
         self.replaced_path = path.with_name(f".{path.name}.replaced")
         """Where the run that is written over waits until the new one has begun to train."""
@@ -222,7 +224,8 @@ class RunFolder:
 
     def remove_leftovers(self) -> None:
         """Remove the temporary files of a run that has ended, however it ended."""
-        for path in (*self.path.glob("*.tmp"), *self.path.glob(".*.tmp"), *self.path.glob("checkpoints/.*.tmp")):
+        temporary = [*self.path.glob("*.tmp"), *self.path.glob(".*.tmp"), *self.path.glob("checkpoints/.*.tmp")]
+        for path in [path for path in (*temporary, self.ray_path) if path.exists()]:
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
             else:

@@ -133,14 +133,20 @@ def check_dashboard(settings: ScalingSettings) -> None:
         )
 
 
-def start_ray(settings: ScalingSettings, node: Node) -> str | None:
+def start_ray(settings: ScalingSettings, node: Node, name: str) -> str | None:
     """Join the cluster, or start a local Ray on this machine; gives the dashboard's URL where one runs.
+
+    Args:
+        settings: address, dashboard.
+        node: this machine, all of which a local Ray uses.
+        name: what the dashboard's list of jobs calls this one.
 
     Raises:
         ResourceError: the cluster cannot be reached.
     """
     set_environment()
     import ray
+    from ray.job_config import JobConfig
 
     if ray.is_initialized():
         return None
@@ -155,6 +161,7 @@ def start_ray(settings: ScalingSettings, node: Node) -> str | None:
         os.environ.setdefault(TRACK_RUNS, "1")
         env_vars[TRACK_RUNS] = os.environ[TRACK_RUNS]
     options: dict[str, Any] = {"runtime_env": {"env_vars": env_vars}, "log_to_driver": True}
+    options["job_config"] = JobConfig(metadata={"job_name": name})
     if address is None:
         options |= {
             "address": "local",

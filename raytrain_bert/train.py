@@ -111,7 +111,7 @@ def run(
         folder.create(dump_yaml(config), **attempt)
     streams.redirect_to(folder.log_path)
     try:
-        tokenizer, longest, dashboard = start(config, node, screen)
+        tokenizer, longest, dashboard = start(config, node, screen, f"train {folder.path.name}")
         stop_at_sigterm()
         in_this_process = config.scaling.num_workers == 0
         workers = runtime.plan_workers(config.scaling, [node] if local or in_this_process else runtime.cluster_nodes())
@@ -150,7 +150,7 @@ def warn_of_idle_workers(config: Config, data: PreparedData, workers: WorkerPlan
 
 def show_facts(screen: Screen, data: PreparedData, folder: RunFolder, dashboard: str | None) -> None:
     """Show what was found out about the data."""
-    screen.facts([*data.facts, *([("dashboard", dashboard)] if dashboard else []), ("run folder", str(folder.path))])
+    screen.facts([*data.facts, *command.dashboard_row(dashboard), ("run folder", str(folder.path))])
     for warning in data.warnings:
         screen.warning(warning)
 

@@ -288,7 +288,7 @@ class Sweep:
         for choice in token_variants(self.space):
             config = with_sample(self.base, choice)
             if not found:
-                tokenizer, longest, dashboard = start(config, node, self.screen)
+                tokenizer, longest, dashboard = start(config, node, self.screen, f"sweep {self.folder.path.name}")
             else:
                 tokenizer, longest = load_text_side(config)
             data = prepare(config, tokenizer, longest, self.screen)
@@ -329,7 +329,7 @@ class Sweep:
             ("searching", f"{algorithm}, {', at most '.join(part for part in budget if part)}{ended}"),
             *(("" if n else "settings", f"{key}: {told}") for n, (key, told) in enumerate(self.space.told())),
             ("trials", plan.told()),
-            *([("dashboard", dashboard)] if dashboard else []),
+            *command.dashboard_row(dashboard),
             ("sweep", str(self.folder.path)),
         ]
         self.screen.facts(rows)
@@ -397,7 +397,7 @@ class Sweep:
         self.screen.results(where)
         rows = [
             ("best", f"trial {best.number}, {sample_told(best.sample)}"),
-            ("validation", f"{SCORES[self.metric]} {score(best.best_score)} at epoch {best.best_epoch:g}"),
+            ("validation", f"{SCORES[self.metric]} {score(best.best_score)} at {self.moment_of(best)}"),
         ]
         if final.kind != "trial":
             told = f"{SCORES[self.metric]} {score(final.validation)} on validation"
@@ -425,6 +425,11 @@ class Sweep:
         seconds = time.monotonic() - self.started
         return Now(state.trials(), self.space.keys, self.metric, total, seconds, None, self.config.sweep.unit)
 
+    def moment_of(self, best: Trial) -> str:
+        """When it was best, in the unit of the sweep."""
+        unit = self.config.sweep.unit
+        return f"{'step' if unit == 'steps' else 'epoch'} {best.best_at(unit):.6g}"
+
     def write_best(self, best: Trial, plan: TrialPlan) -> None:
         """Write the winner's settings as an experiment that `train --config` takes and that gives its score."""
         config = with_sample(self.base, best.sample)
@@ -433,7 +438,7 @@ class Sweep:
         )
         # The folder of a run that is made with it is a matter of its own.
         config = config.model_copy(update={"scaling": scaling, "output": OutputConfig()})
-        told = f"{self.metric} {score(best.best_score)} on validation at epoch {best.best_epoch:g}"
+        told = f"{self.metric} {score(best.best_score)} on validation at {self.moment_of(best)}"
         head = (
             f"# Trial {best.number} of sweep {self.folder.path.name}: {told}.\n"
             "# With dropout the number of workers decides its masks: for the same score leave scaling as it is.\n"

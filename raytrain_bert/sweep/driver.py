@@ -153,6 +153,7 @@ def make_tuner(job: Search, samples: Sequence[Sample] | None, budget: Budget) ->
         search_alg = Suggestions(waiting, last + 1, settings.num_trials, source, job.metric)
     trainable: Any = tune.with_parameters(TrainingTrial, shared=job.shared)
     trainable = tune.with_resources(trainable, tune.PlacementGroupFactory([job.plan.bundle]))
+    trainable.__name__ = trainable.__qualname__ = "Trial"  # the class that Ray's dashboard names
     return Tuner(
         trainable,
         param_space=space or None,
