@@ -12,6 +12,8 @@ VERBS = {
     "train": "train a classifier on labelled text",
     "tune": "search settings: many training runs, and the best of them",
     "predict": "label new text with a trained model",
+    "submit": "send one of these to a Ray cluster as a job, and follow it",
+    "doctor": "look at machine, cluster and job before training",
     "drill": "kill a short training job in several ways and see what survives",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -11,12 +12,14 @@ from pathlib import Path
 from typing import Generic
 
 from raytrain_bert.config.errors import ConfigError, UserError
-from raytrain_bert.config.load import Root, add_flags, load_config
+from raytrain_bert.config.load import Root, add_flags, is_removed_later, load_begun, load_config, with_absolute_paths
 from raytrain_bert.config.schema import Config
 from raytrain_bert.faults import WorkerFault, WorkersFailed
 
 DONE, FAULT, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
 RESUMABLE_SECTIONS = ("scaling", "checkpoint")
+BESIDE_THE_RESULT = ("output", "search")
+"""Sections that --auto-resume does not compare; a sweep compares its search space itself."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +28,12 @@ class Command(Generic[Root]):
 
     config: Root
     resume: str | None
+    auto_resume: bool
     overwrite: bool
     quiet: bool
     verbose: bool
     print_config: bool
+    dry_run: bool
 
 
 def parse_command(
@@ -60,20 +65,37 @@ def parse_command(
     )
     parser.add_argument("--config", metavar="FILE", help="Experiment file (YAML) with the settings below.")
     parser.add_argument("--resume", metavar="RUN", help="Go on with the interrupted run in this run folder.")
+    parser.add_argument(
+        "--auto-resume", action="store_true",
+        help="Go on with the run of this --output.name where it has begun, else begin it: one command for jobs that "
+        "may be stopped and submitted again.",
+    )  # fmt: skip
     parser.add_argument("--overwrite", action="store_true", help="Empty a used run folder first.")
+    parser.add_argument(
+        "--dry-run", action="store_true",
+        help="Read, check and tokenise the data, find room for the workers, show all of it, and end before training.",
+    )  # fmt: skip
     parser.add_argument("--print-config", action="store_true", help="Print the resolved configuration and exit.")
     parser.add_argument("--quiet", action="store_true", help="Print only the closing table and errors.")
     parser.add_argument("--verbose", action="store_true", help="Print Ray's messages too.")
     add_flags(parser, root)
     known, unknown = parser.parse_known_args([_with_dashes(word) for word in argv])
     flags = {key: value for key, value in vars(known).items() if "." in key}
-    if known.resume is not None:
+    if known.quiet and known.verbose:
+        raise ConfigError("--quiet and --verbose exclude each other.")
+    resume: str | None = known.resume
+    if resume is not None:
         config = _resumed_config(known, flags, unknown, root, resumable)
     else:
         config = load_config(flags, known.config, unknown, root)
-    if known.quiet and known.verbose:
-        raise ConfigError("--quiet and --verbose exclude each other.")
-    return Command(config, known.resume, known.overwrite, known.quiet, known.verbose, known.print_config)
+        if known.auto_resume:
+            if known.overwrite:
+                raise ConfigError("--auto-resume and --overwrite exclude each other.")
+            resume, config = _resumed_if_begun(with_absolute_paths(config), resumable)
+    if known.dry_run and (resume is not None or known.overwrite):  # what it made is removed at its end
+        raise ConfigError("--dry-run is for a run that has not begun: leave out --resume and --overwrite.")
+    modes = (known.quiet, known.verbose, known.print_config, known.dry_run)
+    return Command(config, resume, known.auto_resume, known.overwrite, *modes)
 
 
 def guard(
@@ -113,6 +135,12 @@ def dashboard_row(url: str | None) -> list[tuple[str, str]]:
     return [("dashboard", f"{url} (it asks for the token that `ray get-auth-token` prints)")] if url else []
 
 
+def resume_command(verb: str, run: str) -> str:
+    """What the user runs to go on with an interrupted run; in a job, that is another job."""
+    program = f"raytrain-bert submit {verb}" if is_removed_later(os.getcwd()) else f"python -m raytrain_bert.{verb}"
+    return f"{program} --resume {run}"
+
+
 def print_error(title: str, message: str) -> None:
     """Show an error before there is a screen."""
     print(f"{title}: {message}", file=sys.stderr)
@@ -142,7 +170,31 @@ def _resumed_config(
     path = Path(known.resume).expanduser() / "config.yaml"
     if not path.is_file():
         raise ConfigError(f"{known.resume} is no run folder: it has no config.yaml.")
-    return load_config(flags, path, unknown, root)
+    return load_begun(path, root, flags, unknown)
+
+
+def _resumed_if_begun(config: Root, resumable: Sequence[str]) -> tuple[str | None, Root]:
+    """The run folder that the output settings name, if its run has begun, and the configuration to go on with.
+
+    Raises:
+        ConfigError: there is no name to know it by, or its run was begun with other settings.
+    """
+    if config.output.name is None:
+        raise ConfigError("--auto-resume knows the run by its name: give --output.name.")
+    folder = Path(config.output.storage_path) / config.output.name
+    if not (folder / "config.yaml").is_file():
+        return None, config
+    before = load_begun(folder / "config.yaml", type(config))
+    sections = [name for name in type(config).model_fields if name not in (*resumable, *BESIDE_THE_RESULT)]
+    changed = [
+        f"{section}.{name}"
+        for section in sections
+        for name, value in getattr(config, section)
+        if getattr(getattr(before, section), name) != value
+    ]
+    if changed:
+        raise ConfigError(f"--auto-resume: the run in {folder} was begun with another {', '.join(changed)}.")
+    return str(folder), before.model_copy(update={name: getattr(config, name) for name in resumable})
 
 
 def _first_lines(text: str, count: int = 12) -> str:

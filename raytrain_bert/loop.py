@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 import shutil
 import socket
 import time
@@ -233,6 +234,7 @@ def take_step(
         detail = named_rows(parts, rows)
         raise fault_of(error, rank=parts.rank, step=progress.step, detail=detail, timeout_minutes=minutes) from error
     parts.receipt.add(share.rows)
+    parts.largest_micro_batch = max([parts.largest_micro_batch, *(b.num_padded_tokens for b in share.micro_batches)])
     progress.step += 1
     progress.step_in_epoch += 1
     if result.skipped:
@@ -466,6 +468,7 @@ def finish(parts: Parts, progress: Progress) -> dict[str, Any]:
         "step": progress.step,
         "epochs": progress.epoch + progress.step_in_epoch / parts.steps_per_epoch,
         "trained_on_validation": parts.job.on_validation_too,
+        "memory": memory_of(parts),
         "stopped_early": progress.stopped_early,
         "skipped_steps": progress.skipped_steps,
         "best": {
@@ -480,6 +483,18 @@ def finish(parts: Parts, progress: Progress) -> dict[str, Any]:
     if parts.job.purpose == "finish":
         check_best(parts, progress)
     return result | test_and_write(parts, progress)
+
+
+def memory_of(parts: Parts) -> dict[str, int]:
+    """Most memory that this worker has held, in bytes, and what of it does not grow with the micro batches."""
+    weights = list(parts.module.parameters())
+    # Of what is trained: the gradient, and AdamW's two moments.
+    fixed = sum(p.numel() * p.element_size() * (4 if p.requires_grad else 1) for p in weights)
+    found = {"fixed_bytes": fixed, "tokens": parts.largest_micro_batch}
+    if parts.device.type == "cuda":
+        total = torch.cuda.get_device_properties(parts.device).total_memory
+        return found | {"peak_bytes": torch.cuda.max_memory_allocated(parts.device), "total_bytes": total}
+    return found | {"peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
 
 
 def test_and_write(parts: Parts, progress: Progress) -> dict[str, Any]:

@@ -90,6 +90,8 @@ class Parts:
     """Length of the learning-rate schedule."""
     last_step: int
     """The step that training ends with, unless it stops earlier."""
+    largest_micro_batch: int = 0
+    """Tokens, padding included, of the largest micro batch so far."""
 
     def post(self, kind: str, **fields: Any) -> None:
         """Tell the driver, from rank 0."""

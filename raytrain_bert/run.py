@@ -266,6 +266,7 @@ def write_result(trained: Trained, config: Config, folder: RunFolder, data: Prep
         step=result["step"],
         stopped_early=result["stopped_early"],
         skipped_steps=result["skipped_steps"],
+        memory=result.get("memory"),
         best=result["best"],
         test=result.get("test"),
         seconds=trained.watch.split_of_time(),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import socket
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from raytrain_bert.config.errors import ConfigError, ResourceError
 from raytrain_bert.config.schema import ScalingSettings
@@ -17,6 +20,8 @@ from raytrain_bert.config.schema import ScalingSettings
 CPUS_PER_GPU_WORKER = 4
 DASHBOARD_MODULES = ("aiohttp", "aiohttp_cors", "opencensus", "opentelemetry", "prometheus_client")
 """What Ray's dashboard needs beside Ray (ray.dashboard.optional_deps)."""
+JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+SECONDS_FOR_AN_ANSWER = 10
 TRACK_RUNS = "RAY_TRAIN_ENABLE_STATE_TRACKING"
 
 
@@ -133,6 +138,60 @@ def check_dashboard(settings: ScalingSettings) -> None:
         )
 
 
+def check_address(address: str) -> None:
+    """Refuse a cluster that does not answer: Ray itself would wait for it without a word.
+
+    Raises:
+        ResourceError: says how to find or start one.
+    """
+    if address == "auto":  # Ray finds it by itself, or says at once that there is none
+        return
+    if "://" in address:
+        raise ResourceError(
+            f"scaling.address {address}: give HOST:PORT of the head node, from a machine of the cluster. From "
+            "elsewhere send the command as a job: raytrain-bert submit."
+        )
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ResourceError(f"scaling.address {address!r}: HOST:PORT of the head node, or auto, is expected.")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), SECONDS_FOR_AN_ANSWER).close()
+        reason = ask_head(address)
+    except OSError as error:
+        reason = str(error)
+    if reason is not None:
+        raise ResourceError(
+            f"No Ray cluster answers at {address} ({reason}). Start one with `ray start --head`, or leave out "
+            "--scaling.address (and RAY_ADDRESS) for a local Ray."
+        )
+
+
+def ask_head(address: str) -> str | None:
+    """Why a Ray head node does not answer at an address where somebody listens; None where it does."""
+    from ray import _raylet
+
+    reasons: list[str | None] = []
+
+    def ask() -> None:
+        try:
+            cast(Any, _raylet).GcsClient(address=address).check_alive([], timeout=SECONDS_FOR_AN_ANSWER)
+            reasons.append(None)
+        except Exception as error:  # Ray's own kinds for no answer and for a wrong token
+            reasons.append(next(iter(str(error).strip().splitlines()), type(error).__name__))
+
+    # The client itself tries for most of a minute.
+    thread = threading.Thread(target=ask, name="ask-head", daemon=True)
+    thread.start()
+    thread.join(SECONDS_FOR_AN_ANSWER)
+    return reasons[0] if reasons else f"somebody listens there and has not answered within {SECONDS_FOR_AN_ANSWER} s"
+
+
+def job_env_vars() -> dict[str, str]:
+    """Environment variables that the Ray job which this process is the driver of sets; empty where it is none."""
+    found: dict[str, str] = json.loads(os.environ.get(JOB_CONFIG, "{}")).get("runtime_env", {}).get("env_vars", {})
+    return found
+
+
 def start_ray(settings: ScalingSettings, node: Node, name: str) -> str | None:
     """Join the cluster, or start a local Ray on this machine; gives the dashboard's URL where one runs.
 
@@ -151,6 +210,8 @@ def start_ray(settings: ScalingSettings, node: Node, name: str) -> str | None:
     if ray.is_initialized():
         return None
     address = cluster_address(settings)
+    if address is not None:
+        check_address(address)
     env_vars = {
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -160,6 +221,8 @@ def start_ray(settings: ScalingSettings, node: Node, name: str) -> str | None:
         # The dashboard's list of training runs, in this process and in those of trials.
         os.environ.setdefault(TRACK_RUNS, "1")
         env_vars[TRACK_RUNS] = os.environ[TRACK_RUNS]
+    # What the runtime environment of a job sets may not be set again.
+    env_vars = {name: value for name, value in env_vars.items() if name not in job_env_vars()}
     options: dict[str, Any] = {"runtime_env": {"env_vars": env_vars}, "log_to_driver": True}
     options["job_config"] = JobConfig(metadata={"job_name": name})
     if address is None:

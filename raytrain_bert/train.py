@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raytrain_bert import command, runtime
+from raytrain_bert.batching.plan import num_steps
 from raytrain_bert.config.errors import DataError, UserError
 from raytrain_bert.config.load import dump_yaml, with_absolute_paths
 from raytrain_bert.config.schema import Config
@@ -56,14 +57,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         def body() -> int:
             nonlocal folder
-            output, resumed = call.config.output, call.resume is not None
+            config, resumed = with_absolute_paths(call.config), call.resume is not None
             if call.resume is not None:
+                if call.auto_resume and RunFolder(Path(call.resume)).state().get("status") == "finished":
+                    screen.note(f"the run in {call.resume} has finished already")
+                    return command.DONE
                 folder = RunFolder.to_resume(call.resume)
             else:
-                name = output.name or f"{data_name(call.config)}-{datetime.now():%Y%m%d-%H%M%S}"
-                folder = RunFolder.for_new_run(output.storage_path, name, overwrite=call.overwrite)
+                name = config.output.name or f"{data_name(config)}-{datetime.now():%Y%m%d-%H%M%S}"
+                folder = RunFolder.for_new_run(config.output.storage_path, name, overwrite=call.overwrite)
             return run(
-                with_absolute_paths(call.config), folder, screen, streams, started=started, resumed=resumed, words=words
+                config, folder, screen, streams, started=started, resumed=resumed, words=words, dry_run=call.dry_run
             )
 
         def error_path() -> Path | None:
@@ -81,6 +85,7 @@ def run(
     started: float,
     resumed: bool,
     words: Sequence[str],
+    dry_run: bool = False,
 ) -> int:
     """One training run from files to a model folder; gives the exit code.
 
@@ -92,6 +97,7 @@ def run(
         started: time.monotonic() at the start of the program.
         resumed: go on from the folder's newest checkpoint.
         words: the command line, for run.json.
+        dry_run: end before training, and leave nothing.
 
     Raises:
         UserError: nothing is left behind of a run that never began.
@@ -134,6 +140,11 @@ def run(
         raise
     show_facts(screen, data, folder, dashboard)
     warn_of_idle_workers(config, data, workers, screen)
+    if dry_run:
+        folder.give_up()
+        screen.facts(plan_rows(config, data, workers))
+        screen.note("nothing was trained and nothing is left of it: a dry run")
+        return command.DONE
     trained = train_on(data, config, folder, workers, longest, screen, started=started, resumed=resumed)
     return report(trained, config, folder, data, screen)
 
@@ -146,6 +157,18 @@ def warn_of_idle_workers(config: Config, data: PreparedData, workers: WorkerPlan
             f"a step has {rows} rows for {workers.num_workers} workers: at least {workers.num_workers - rows} of them "
             "are idle. Raise --train.global-batch-size or lower --scaling.num-workers."
         )
+
+
+def plan_rows(config: Config, data: PreparedData, workers: WorkerPlan) -> list[tuple[str, str]]:
+    """What a run would do."""
+    each = f"{workers.cpus_per_worker} CPU{'s' if workers.cpus_per_worker > 1 else ''}"
+    each += " and a GPU" if workers.use_gpu else ""
+    low = f"{workers.min_workers} to " if workers.min_workers is not None else ""
+    number = "in this process" if not workers.num_workers else f"{low}{workers.num_workers}, each with {each}"
+    steps = num_steps(data.num_rows["train"], config.train.global_batch_size)
+    total = min(steps * config.train.num_epochs, config.train.max_steps or sys.maxsize)
+    batch = f"{config.train.global_batch_size:,} rows a step over all workers"
+    return [("workers", number), ("batch", batch), ("steps", f"{total:,}, {steps:,} an epoch")]
 
 
 def show_facts(screen: Screen, data: PreparedData, folder: RunFolder, dashboard: str | None) -> None:
@@ -165,7 +188,7 @@ def report(trained: Trained, config: Config, folder: RunFolder, data: PreparedDa
             Summary(
                 str(folder.path),
                 status=f"interrupted and saved after step {result['step']:,}",
-                command=f"python -m raytrain_bert.train --resume {run}",
+                command=command.resume_command("train", run),
                 command_label="go on with",
             )
         )

@@ -54,8 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         rest, searched = split_search_flags(words)
         call = command.parse_command("tune", DESCRIPTION, rest, root=SweepConfig, resumable=RESUMABLE_SECTIONS)
+        if call.auto_resume and call.resume is not None:
+            refuse_another(call.config, searched, Path(call.resume))
+            searched = {}
+        else:
+            refuse_changes(rest, resumed=call.resume is not None)
         config = with_search(call.config, searched, resumed=call.resume is not None)
-        refuse_changes(rest, resumed=call.resume is not None)
         space = read_space(config.search, config.base())
         token_variants(space)
     except UserError as error:
@@ -75,14 +79,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         def body() -> int:
             nonlocal folder
-            resumed = call.resume is not None
+            given, resumed = with_absolute_paths(config), call.resume is not None
             if call.resume is not None:
-                folder = to_resume(call.resume, config)
+                if call.auto_resume and has_finished(SweepFolder(Path(call.resume)), given):
+                    screen.note(f"the sweep in {call.resume} has finished already")
+                    return command.DONE
+                folder = to_resume(call.resume, given)
             else:
-                name = config.output.name or f"{data_name(config)}-sweep-{datetime.now():%Y%m%d-%H%M%S}"
-                folder = for_new_sweep(config.output.storage_path, name, overwrite=call.overwrite)
-            sweep = Sweep(with_absolute_paths(config), space, folder, screen, started=started, resumed=resumed)
-            return sweep.run(streams, words)
+                name = given.output.name or f"{data_name(given)}-sweep-{datetime.now():%Y%m%d-%H%M%S}"
+                folder = for_new_sweep(given.output.storage_path, name, overwrite=call.overwrite)
+            sweep = Sweep(given, space, folder, screen, started=started, resumed=resumed)
+            return sweep.run(streams, words, dry_run=call.dry_run)
 
         def error_path() -> Path | None:
             return folder.error_path if folder is not None and folder.path.is_dir() else None
@@ -136,6 +143,29 @@ def refuse_changes(words: Sequence[str], *, resumed: bool) -> None:
     fixed = [f"--{key.replace('_', '-')}" for key in given if key in FIXED_ON_RESUME]
     if resumed and fixed:
         raise ConfigError(f"{', '.join(fixed)}: a resumed sweep keeps its samples and how they are judged.")
+
+
+def refuse_another(config: SweepConfig, searched: Mapping[str, Any], folder: Path) -> None:
+    """The sweep that is gone on with by --auto-resume must be the one that is asked for.
+
+    Raises:
+        ConfigError: its samples, or how they are judged, were others.
+    """
+    before = load_config({}, folder / "config.yaml", root=SweepConfig)
+    names = [key.partition(".")[2] for key in FIXED_ON_RESUME]
+    changed = [f"sweep.{name}" for name in names if getattr(before.sweep, name) != getattr(config.sweep, name)]
+    asked = {domain.key: domain for domain in read_space({**before.search, **searched}, config.base()).domains}
+    changed += [d.key for d in read_space(before.search, config.base()).domains if asked.pop(d.key, None) != d]
+    if changed or asked:
+        raise ConfigError(
+            f"--auto-resume: the sweep in {folder} was begun with another {', '.join([*changed, *asked])}."
+        )
+
+
+def has_finished(folder: SweepFolder, config: SweepConfig) -> bool:
+    """Whether there is nothing left to do for a sweep, unless its budget has grown."""
+    before = load_config({}, folder.config_path, root=SweepConfig).sweep
+    return folder.state.read().get("status") == "finished" and not config.sweep.allows_more_than(before)
 
 
 def for_new_sweep(storage_path: str, name: str, *, overwrite: bool) -> SweepFolder:
@@ -208,8 +238,8 @@ class Sweep:
         self.metric = config.train.best_metric
         self.page = Page(folder, space, folder.path.name)
 
-    def run(self, streams: Streams, words: Sequence[str]) -> int:
-        """Search, then finish the winner; gives the exit code."""
+    def run(self, streams: Streams, words: Sequence[str], *, dry_run: bool = False) -> int:
+        """Search, then finish the winner; gives the exit code. A dry run ends before the first trial."""
         screen, scaling = self.screen, self.config.scaling
         screen.phase("looking at this machine")
         runtime.set_environment()
@@ -243,6 +273,10 @@ class Sweep:
                 self.folder.state.update(status="interrupted" if user else "failed", ended=now())
             raise
         self.show_facts(facts, plan, algorithm, total, dashboard)
+        if dry_run:
+            shutil.rmtree(self.folder.path, ignore_errors=True)
+            self.screen.note("nothing was trained and nothing is left of it: a dry run")
+            return command.DONE
         if self.resumed:
             self.screen.note(kept_told(state.trials()))
         from raytrain_bert.sweep.trial import Shared
@@ -376,7 +410,7 @@ class Sweep:
         self.screen.results(self.where(state, total))
         self.screen.last_rows(
             "interrupted and saved", [("sweep", str(self.folder.path))],
-            "go on with", f"python -m raytrain_bert.tune --resume {shlex.quote(str(self.folder.path))}",
+            "go on with", command.resume_command("tune", shlex.quote(str(self.folder.path))),
         )  # fmt: skip
         return command.INTERRUPTED
 

@@ -11,7 +11,7 @@ import difflib
 import os
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from .errors import ConfigError
 from .schema import Config
 
 DEFAULT_EXPERIMENT = "bbc_news.yaml"
+JOB_FOLDERS = "/runtime_resources/working_dir_files/"
+"""In the path of the folders that Ray unpacks a job's --working-dir to."""
 
 Root = TypeVar("Root", bound=Config, default=Config)
 
@@ -123,6 +125,16 @@ def default_experiment() -> Path:
 
 def read_yaml(path: Path, root: type[Config] = Config) -> dict[str, Any]:
     """Read an experiment file; keys may be written with - or _."""
+    tree = read_mapping(path, f"sections ({', '.join(root.model_fields)})")
+    return {str(key).replace("-", "_"): _underscored(value) for key, value in tree.items()}
+
+
+def read_mapping(path: Path, expected: str = "a mapping") -> dict[str, Any]:
+    """Read a YAML file that holds a mapping; an empty one is an empty mapping.
+
+    Raises:
+        ConfigError: it cannot be read, or holds something else than is `expected`.
+    """
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -134,31 +146,62 @@ def read_yaml(path: Path, root: type[Config] = Config) -> dict[str, Any]:
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: expected sections ({', '.join(root.model_fields)}), found {type(tree).__name__}.")
-    return {str(key).replace("-", "_"): _underscored(value) for key, value in tree.items()}
+        raise ConfigError(f"{path}: expected {expected}, found {type(tree).__name__}.")
+    return tree
 
 
 def with_absolute_paths(config: Root) -> Root:
-    """The configuration with local paths that hold in any folder, so that a run can be resumed from anywhere."""
+    """The configuration with local paths that hold in any folder, so that a run can be resumed from anywhere.
 
-    def absolute(path: str) -> str:
+    A Ray job works in a copy of its folder that Ray removes: there, what is written goes to the home folder.
+    """
+
+    def absolute(path: str, base: str = "") -> str:
         named = "://" in path or path.startswith(("bundled:", "hf:"))
-        return path if named else os.path.abspath(os.path.expanduser(path))
+        return path if named else os.path.abspath(os.path.join(base, os.path.expanduser(path)))
 
+    kept = str(Path.home()) if is_removed_later(os.getcwd()) else ""
+    config = with_input_paths(config, absolute)
+    output = config.output.model_copy(update={"storage_path": absolute(config.output.storage_path, kept)})
+    update: dict[str, Any] = {"output": output}
+    if config.data.cache_dir is not None:
+        update["data"] = config.data.model_copy(update={"cache_dir": absolute(config.data.cache_dir, kept)})
+    return config.model_copy(update=update)
+
+
+def with_input_paths(config: Root, change: Callable[[str], str]) -> Root:
+    """The configuration with the paths of its data, and of a model that is a folder, changed."""
     data: dict[str, Any] = {
-        name: [absolute(path) for path in paths]
+        name: [change(path) for path in paths]
         for name in ("train", "validation", "test")
         if (paths := getattr(config.data, name)) is not None
     }
-    if config.data.cache_dir is not None:
-        data["cache_dir"] = absolute(config.data.cache_dir)
-    sections: dict[str, Any] = {
-        "data": config.data.model_copy(update=data),
-        "output": config.output.model_copy(update={"storage_path": absolute(config.output.storage_path)}),
-    }
-    if Path(config.model.name).expanduser().is_dir():
-        sections["model"] = config.model.model_copy(update={"name": absolute(config.model.name)})
+    sections: dict[str, Any] = {"data": config.data.model_copy(update=data)}
+    is_folder = Path(config.model.name).expanduser().is_dir() or JOB_FOLDERS in config.model.name
+    if is_folder:
+        sections["model"] = config.model.model_copy(update={"name": change(config.model.name)})
     return config.model_copy(update=sections)
+
+
+def load_begun(
+    path: Path, root: type[Root], flags: Mapping[str, Any] | None = None, unknown_flags: Sequence[str] = ()
+) -> Root:
+    """The configuration of a run that has begun, from its folder.
+
+    Where it was begun by a Ray job, what came along with that job is looked for in the folder of this one.
+    """
+
+    def here(path: str) -> str:
+        _, mark, rest = path.partition(JOB_FOLDERS)
+        return os.path.join(os.getcwd(), rest.partition("/")[2]) if mark else path
+
+    config = load_config(flags or {}, path, unknown_flags, root)
+    return with_input_paths(config, here) if is_removed_later(os.getcwd()) else config
+
+
+def is_removed_later(folder: str) -> bool:
+    """Whether Ray made this folder for a job, and removes it some time after it."""
+    return JOB_FOLDERS in Path(folder).as_posix()
 
 
 def dump_yaml(config: Config) -> str:

@@ -50,7 +50,14 @@ class Program:
     """A command that runs."""
 
     def __init__(
-        self, command: str, folder: Path, *, gpus: bool = False, stdin: str = "", extra: dict[str, str] | None = None
+        self,
+        command: str,
+        folder: Path,
+        *,
+        gpus: bool = False,
+        stdin: str = "",
+        extra: dict[str, str] | None = None,
+        before: tuple[str, ...] = (),
     ) -> None:
         """Start it.
 
@@ -60,6 +67,7 @@ class Program:
             gpus: let it see the machine's GPUs.
             stdin: its standard input, which then ends.
             extra: more of its environment.
+            before: words that put it somewhere else, for example into a network namespace.
         """
         words = shlex.split(command)
         self.words, self.folder, self.marker = tuple(words), folder, uuid.uuid4().hex
@@ -72,7 +80,7 @@ class Program:
         self.started = time.monotonic()
         with self.stdout_path.open("wb") as out, self.stderr_path.open("wb") as err, keyboard.open("rb") as keys:
             self.process = subprocess.Popen(
-                executable(words),
+                [*before, *executable(words)],
                 cwd=folder,
                 env=environment(folder / "home", self.marker, gpus=gpus) | (extra or {}),
                 stdin=keys,

@@ -32,6 +32,8 @@ PREDICT = 'python -m raytrain_bert.predict RUN --text "Shares rose after the ban
 DRILL = "raytrain-bert drill experiments/bbc_news.yaml"  # run by test_drill.py
 RESUME = "python -m raytrain_bert.train --resume RUN"
 SWEEP = "python -m raytrain_bert.tune --config experiments/bbc_news_sweep.yaml"
+SUBMIT = "raytrain-bert submit train --config experiments/bbc_news.yaml --output.name bbc --auto-resume"
+DOCTOR = "raytrain-bert doctor --data.train reviews.csv"  # run by test_doctor.py
 # Run by test_sweep.py.
 OWN_SWEEP = "python -m raytrain_bert.tune --data.train reviews.csv --search.optim.learning-rate loguniform:1e-5,5e-4"
 COVERED = [
@@ -49,6 +51,8 @@ COVERED = [
     DRILL,
     SWEEP,
     OWN_SWEEP,
+    DOCTOR,
+    SUBMIT,  # run by test_jobs.py
 ]
 
 

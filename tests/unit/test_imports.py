@@ -23,10 +23,10 @@ LAYERS = [
     {"worker"},
     {"driver"},
     {"run"},
-    {"sweep"},
-    {"train", "tune", "predict"},
+    {"sweep", "checks"},
+    {"train", "tune", "predict", "doctor"},
     {"drill_report"},
-    {"drill"},
+    {"drill", "submit"},
     {"cli"},
     {"__main__"},
 ]  # fmt: skip
@@ -81,6 +81,8 @@ LIGHT = [
     "faults",
     "pulse",
     "drill",
+    "submit",
+    "doctor",
 ]
 
 
